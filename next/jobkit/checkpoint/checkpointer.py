@@ -114,7 +114,7 @@ class Checkpointer:
     def _newest(self) -> Source | None:
         """Return the newest checkpoint whose headers verify. Damaged ones are set aside."""
         while True:
-            steps = self.ranks.broadcast(self.store.steps() if self.ranks.is_main else None)
+            steps = self._steps()
             self.durable_step = steps[0] if steps else None
             in_memory = self.snapshots.newest(after=self.durable_step)
             if in_memory is not None:
@@ -138,6 +138,29 @@ class Checkpointer:
             if not problems:
                 return source
             self._reject(steps[0], problems[0])
+
+    def _steps(self) -> list[int]:
+        """Return the steps of the checkpoints that every disk has, newest first.
+
+        Raises CheckpointError where some disk has checkpoints, and no step is on all of them.
+        """
+        everyones = self.ranks.gather(self.store.steps() if self._disk_ranks.is_main else None)
+        by_rank = {rank: steps for rank, steps in enumerate(everyones) if steps is not None}
+        common = sorted(set.intersection(*map(set, by_rank.values())), reverse=True)
+        newest = max((steps[0] for steps in by_rank.values() if steps), default=None)
+        if newest is None or newest in common[:1]:
+            return common
+        words = "; ".join(
+            f"rank {rank}: {', '.join(map(str, sorted(steps))) or 'none'}" for rank, steps in by_rank.items()
+        )
+        if not common:
+            raise CheckpointError(
+                f"the machines share no disk, and no checkpoint is on all of them (steps on the disk of {words}): copy "
+                f"a folder of {self.store.folder} to the machines that lack it, or continue on the machine that has it"
+            )
+        if self.ranks.is_main:
+            log.warning("the run goes on from step %d, the newest on all disks (%s)", common[0], words)
+        return common
 
     def _reject(self, step: int, reason: str) -> None:
         self.set_aside.append((step, reason))

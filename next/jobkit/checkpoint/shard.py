@@ -121,6 +121,11 @@ def parse_header(header: bytes) -> tuple[list[Stored], tuple[int, int]]:
     return pieces, (skeletons[0], skeletons[1])
 
 
+def rank_of(file: str) -> int:
+    """Return the rank that wrote a shard file."""
+    return int(file.removeprefix("rank_").removesuffix(".safetensors"))
+
+
 def names(files: Sequence[str]) -> list[str]:
     """Return shard files in the order of their ranks."""
-    return sorted(files, key=lambda file: int(file.removeprefix("rank_").removesuffix(".safetensors")))
+    return sorted(files, key=rank_of)

@@ -166,8 +166,10 @@ class _Reading:
             if name not in source.pieces:
                 source.pieces[name], source.skeletons[name] = parse_header(source.headers[name])
         self.pieces = source.pieces
-        self.counterpart = self.place.rank if self.place.world_size == source.manifest.world_size else 0
-        """The rank of the checkpoint whose own state this rank takes: on another world size rank 0's."""
+        same = self.place.world_size == source.manifest.world_size
+        self.counterpart = self.place.rank if same else shard.rank_of(self.files[0])
+        """The rank of the checkpoint whose own state this rank takes: on another world size that of the disk's first
+        rank, rank 0 where all share a disk."""
         self.sinks: dict[str, Sink] = {}
         self.leaves: dict[str, dict[str, torch.Tensor]] = {}
         self._shapes = self._all_shapes()

@@ -56,8 +56,6 @@ def run(arguments: argparse.Namespace) -> int:
     if source is not None:
         checks.refuse_foreign(source)
     loaded = _with_params(load(Path(arguments.what) if source is None else source.config_file, arguments.overrides))
-    if loaded.config.command:
-        raise InputError("it verifies a `task:`", key="command", hint="its script may become a function of ctx")
     submitted = read_status(source).submitted if source is not None else None
     entry = submitted.entry if submitted is not None and not arguments.local else None
     place = target(loaded.config, local=arguments.local, cluster=arguments.cluster or entry)

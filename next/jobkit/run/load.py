@@ -63,10 +63,11 @@ class Loaded:
         return self.places.locate(error)
 
 
-def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
+def load(path: Path, overrides: Sequence[str] = (), program: Sequence[str] = ()) -> Loaded:
     """The config of a YAML: demo, then `key=value` of the command line, then interpolation and checks.
 
-    Raises InputError with file, line and key.
+    `program` is the `command:` of a YAML that has neither that nor a `task:`. Raises InputError with file, line and
+    key.
     """
     (users, users_places), (values, places) = read_user_file(), read_yaml(path)
     places.by_key = users_places.by_key | places.by_key
@@ -89,6 +90,8 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
         for key in keys_below(values):
             if key in DROPPED:
                 raise InputError("no longer a key", key=key, hint=DROPPED[key])
+        if program and not (values.get("task") or values.get("command")):
+            values["command"] = list(program)
         resolved, expressions = resolve(values)
         _refuse_sections_in_params(resolved.get("params"))
         config = _config(resolved)

@@ -111,6 +111,19 @@ def with_counts(config: Config, scheduler: str, gpus_per_node: int | None) -> Co
     return dataclasses.replace(config, resources=counted)
 
 
+def idle_devices(config: Config, ranks: int, environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return a warning where a variable as CUDA_VISIBLE_DEVICES names more devices than the `ranks` of this machine
+    use.
+
+    Without the variable a run of one rank on a machine with eight devices is nothing special.
+    """
+    name, devices = visible_devices(config.device, environ)
+    kind, used = KINDS.get(name), ranks * config.resources.devices_per_rank
+    if kind is None or kind.visible not in environ or not devices or not 0 < used < len(devices):
+        return None
+    return f"{kind.visible}={environ[str(kind.visible)]} has {len(devices)} devices, and the ranks here use {used}"
+
+
 def _refuse_unknown(config: Config) -> None:
     """Refuse a job on Slurm whose entry asks for no devices, where their number must be known."""
     resources, kind = config.resources, KINDS.get(config.device)

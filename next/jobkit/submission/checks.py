@@ -19,6 +19,7 @@ from pathlib import Path
 from jobkit.errors import InputError, nearest
 from jobkit.run import disk, layout
 from jobkit.run.files import foreign_owner
+from jobkit.run.machine import idle_devices
 from jobkit.run.rundir import RunDir
 from jobkit.submission.plan import LaunchPlan
 
@@ -46,6 +47,8 @@ def check(plan: LaunchPlan, folder: Path) -> list[str]:
         if not plan.options.setup:
             raise
         notes.append(f"{error}; the run fails unless the cluster's setup lines provide it")
+    if plan.target.scheduler == "local" and (idle := idle_devices(config, config.resources.world_size)):
+        notes.append(f"warning: {idle}")
     return notes
 
 

@@ -172,7 +172,8 @@ def _results(place: Place) -> dict[str, str]:
 def differing_values(first: Trace, second: Trace) -> frozenset[str]:
     """Return the names of plain values that differ between two straight runs, as times and paths do.
 
-    They are names that were logged, `result/<name>` for the result, and `ctx.values` for what lies in there.
+    They are names that were logged, `result/<name>` for the result, `ctx.values` for what lies in there, and
+    `ctx.jobkit.generators` for a script that does not seed all of them.
     """
     names: set[str] = set()
     for rank, places in first.items():
@@ -183,8 +184,7 @@ def differing_values(first: Trace, second: Trace) -> frozenset[str]:
                 continue
             names |= {name for name, bits in place.values.items() if other.values.get(name) != bits}
             names |= {name for name, value in _results(place).items() if _results(other).get(name) != value}
-            if place.state.get(VALUES) != other.state.get(VALUES):
-                names.add(f"ctx.{VALUES}")
+            names |= {f"ctx.{name}" for name in (VALUES, GENERATORS) if place.state.get(name) != other.state.get(name)}
     return frozenset(names)
 
 

@@ -174,6 +174,8 @@ class Verification:
             ended = now.status.attempt.ended if now.status.attempt is not None else None
             traceback = f"\n{ended.traceback.rstrip()}" if ended is not None and ended.traceback else ""
             raise RunFailed(f"the run {run.name} of the verification: {now.state}, {now.words}{traceback}")
+        if not run.trace_folder.exists():
+            raise RunFailed("the program of `command:` has no loop of jobkit's, so that there is nothing to compare")
         return compare.read_trace(run)
 
 

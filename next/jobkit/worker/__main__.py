@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, InputError
+from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE
 from jobkit.log import configure
 from jobkit.run.identity import run_name
 from jobkit.run.load import load
@@ -23,9 +23,8 @@ from jobkit.usage import Parser, exit_code
 def run(arguments: argparse.Namespace) -> int:
     """Run this rank from the beginning of the attempt to its end; returns the exit code."""
     loaded = load(arguments.experiment, arguments.overrides)
-    if loaded.config.command:
-        raise InputError("a `command:` is started by the launcher itself", key="command", hint="torchrun train.py")
     from jobkit.worker import launched
+    from jobkit.worker.command import run_command
     from jobkit.worker.context import Context
     from jobkit.worker.ending import recorded
     from jobkit.worker.launcher import find_launch
@@ -35,6 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     begun = launched.begin(loaded, run_dir, find_launch(os.environ))
     if begun is None:
         return EXIT_FINISHED
+    if loaded.config.command:
+        return run_command(begun)
     sys.path.insert(0, str(Path.cwd()))
 
     def program() -> object:

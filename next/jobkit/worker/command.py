@@ -1,9 +1,10 @@
 """A rank of a YAML's `command:` becomes that program, with RANK, WORLD_SIZE, MASTER_ADDR and the others set.
 
     agent --fork--> rank --exec--> python <snapshot>/train.py --out=<run directory>/outputs
+    torchrun, mpirun, srun --> python -m jobkit.worker --run_command--> python train.py, its child
 
-The program has the rank's process id, so that signals reach it directly, and its exit code is the rank's: 0 is
-finished, 75 is stopped.
+Under an agent the program has the rank's process id, so that signals reach it directly. Its exit code is the rank's: 0
+is finished, 75 is stopped.
 """
 
 from __future__ import annotations
@@ -12,16 +13,29 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from jobkit.addresses import interface_towards
-from jobkit.errors import InputError
+from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, InputError
+from jobkit.run import records
+from jobkit.run.records import End
+from jobkit.run.slots import Phase
 from jobkit.worker import snapshot_path
+from jobkit.worker.forked import die_with_parent
 from jobkit.worker.rank import Rank
+from jobkit.worker.rendezvous import Reservation
 from jobkit.worker.signals import STOP_SIGNALS
+
+if TYPE_CHECKING:
+    from jobkit.worker.launched import Launched
+
+POLL_SECONDS = 0.1
+"""Between two looks at a program that runs as a child."""
 
 _PROGRAMS = (".py", ".sh")
 
@@ -55,6 +69,45 @@ def become_command(rank: Rank) -> NoReturn:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     os.execve(program, [program, *words[1:]], environment)  # a Python knows its environment by the path of argv[0]
+
+
+def run_command(begun: Launched) -> int:
+    """Run the program of `command:` under a launcher that is not jobkit's, and return its exit code.
+
+    Its process group needs a port of its own: this process and its launcher listen at MASTER_PORT.
+    """
+    from jobkit.run.load import with_run_dir
+
+    rank, ranks = begun.rank, begun.joined.ranks
+    reserved = Reservation() if ranks.is_main else None
+    port = ranks.broadcast(reserved.port if reserved is not None else None)
+    environment = {**os.environ, "MASTER_PORT": str(port), "PYTHONUNBUFFERED": "1"}
+    environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    rank.run.outputs.mkdir(exist_ok=True)
+    rank.page.beat(rank.attempt, Phase.ENDING, -1)  # a stop is the program's to take
+    parent = os.getpid()
+    program = subprocess.Popen(
+        with_run_dir(rank.config.command, rank.run.path),
+        env=environment,
+        pass_fds=[rank.page.descriptor],
+        start_new_session=True,  # a terminal's Ctrl-C is a stop, which comes by this process
+        preexec_fn=lambda: die_with_parent(parent),
+    )
+    is_told = False
+    while (code := program.poll()) is None:
+        if rank.stop_asked and not is_told:
+            program.terminate()
+            is_told = True
+        time.sleep(POLL_SECONDS)
+    if code == EXIT_FINISHED:  # a program without jobkit.init has finished once it has on all ranks
+        ranks.barrier()
+    end = records.read(End, rank.run.end_file(rank.attempt, rank.rank))
+    if end is None:
+        kinds: dict[int, Any] = {EXIT_FINISHED: "finished", EXIT_RESUMABLE: "stopped"}
+        facts: dict[str, Any] = {"rank": rank.rank, "attempt": rank.attempt, "time": time.time()}
+        end = End(kind=kinds.get(code, "failed"), error=f"the program ended with {code}" if code else None, **facts)
+    begun.close(end, code)
+    return code
 
 
 def in_snapshot(words: Sequence[str], code: Path, source: Path) -> list[str]:

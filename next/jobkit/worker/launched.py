@@ -1,9 +1,10 @@
 """An attempt under a launcher that is not jobkit's: torchrun, mpirun, srun, or plain python.
 
     rank 0: run directory, journal, lease --number--> all ranks --> ... --> rank 0: the attempt's end
+                                      --lease, config--> the first rank of each other disk
 
 No supervisor is there, so that rank 0 writes the journal, and a thread of it reads the requests of commands. Where rank
-0 is killed, the next attempt closes this one.
+0 is killed, the next attempt closes this one. All ranks get the variables of torchrun, whichever program started them.
 """
 
 from __future__ import annotations
@@ -16,8 +17,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from jobkit.addresses import own_addresses
+from jobkit.checkpoint.disks import disks_of
 from jobkit.errors import InputError
-from jobkit.run import yamlfile
+from jobkit.group import RankGroup
+from jobkit.log import log
+from jobkit.run import machine, records, yamlfile
 from jobkit.run.files import user_name, write_atomic
 from jobkit.run.journal import Journal
 from jobkit.run.load import Loaded
@@ -37,6 +42,7 @@ from jobkit.usage import to_type
 from jobkit.worker.join import Joined, join, leave
 from jobkit.worker.launcher import Launch
 from jobkit.worker.rank import Rank
+from jobkit.worker.rendezvous import Reservation
 from jobkit.worker.signals import take_stop_signals
 
 REQUEST_SECONDS = 1.0
@@ -53,6 +59,8 @@ class Launched:
     """Rank 0's right to write the journal."""
     alive: Lock | None
     """Rank 0 holds it until it ends: it proves to others that the attempt lives."""
+    port: Reservation | None
+    """Rank 0's MASTER_PORT, where the launcher gave none."""
 
     def close(self, end: End, code: int) -> None:
         """Journal the end of the attempt, on rank 0."""
@@ -72,7 +80,7 @@ class Launched:
 def begin(loaded: Loaded, run: RunDir, launch: Launch) -> Launched | None:
     """Join the other ranks and begin an attempt; None where the run has finished already. All ranks call it.
 
-    Raises DistributedError, and InputError where another process runs it.
+    Raises DistributedError, and InputError where another process runs it, or where ranks were given other values.
     """
     topology = launch.topology
     config = with_topology(loaded.config, launch)
@@ -94,7 +102,12 @@ def begin(loaded: Loaded, run: RunDir, launch: Launch) -> Launched | None:
         file = run.path.parent / ".locks" / f"launch-{launch.key}"
         file.parent.mkdir(parents=True, exist_ok=True)
     joined = join(rank, file=file)
-    launched = Launched(rank, joined, None, None)
+    port = _export_place(launch, joined.ranks)
+    _check_same_run(loaded.config, run, joined.ranks)
+    if rank.local_rank == 0 and (idle := machine.idle_devices(config, rank.local_world_size)):
+        log.warning("%s", idle)
+    disks = _disks(rank, joined.ranks)
+    launched = Launched(rank, joined, None, None, port)
 
     def start() -> int | None:
         return _begin(launched, dataclasses.replace(loaded, config=config), launch)
@@ -104,6 +117,7 @@ def begin(loaded: Loaded, run: RunDir, launch: Launch) -> Launched | None:
         leave()
         return None
     rank.attempt = number
+    _prepare_disks(rank, loaded, joined.ranks, disks)
     os.environ.update(JOBKIT_RUN=str(run.path), JOBKIT_ATTEMPT=str(rank.attempt))
     take_stop_signals(page, ctrl_c=True)
     if launched.tenure is not None:
@@ -144,6 +158,69 @@ def _begin(launched: Launched, loaded: Loaded, launch: Launch) -> int | None:
         )
     launched.tenure = attempt.take_over(run, Me(job_id=f"local-{os.getpid()}", token=token))
     return attempt.begin(launched.tenure, [], launch.topology.world_size)
+
+
+def _export_place(launch: Launch, ranks: RankGroup) -> Reservation | None:
+    """Set the variables of torchrun for libraries and for processes that a script starts.
+
+    Where the launcher named no address, rank 0 chooses one, and keeps the port that is returned.
+    """
+    topology, port = launch.topology, None
+    if ranks.is_main and not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):
+        port = Reservation()
+        os.environ.update(MASTER_ADDR=own_addresses(topology.nodes)[0], MASTER_PORT=str(port.port))
+    address = ranks.broadcast({name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")})
+    os.environ.update(
+        address,
+        RANK=str(topology.rank),
+        WORLD_SIZE=str(topology.world_size),
+        LOCAL_RANK=str(topology.local_rank),
+        LOCAL_WORLD_SIZE=str(topology.local_world_size),
+        GROUP_RANK=str(topology.node),
+    )
+    return port
+
+
+def _check_same_run(config: Config, run: RunDir, ranks: RankGroup) -> None:
+    """Raise InputError, on all ranks, where the command of another machine has other values."""
+    everyones = ranks.gather((run.name, {key: repr(value) for key, value in config.params.items()}))
+    name, params = everyones[0]
+    for rank, (other, others) in enumerate(everyones):
+        if other != name:
+            keys = sorted(key for key in {**params, **others} if params.get(key) != others.get(key))
+            words = f"params.{keys[0]} is another" if keys else f"its run is {other}, and rank 0's is {name}"
+            raise InputError(
+                f"rank {rank} was given other values than rank 0: {words}; all ranks are one run: give all machines "
+                "the same command, and leave out of the params what differs between ranks"
+            )
+
+
+def _disks(rank: Rank, ranks: RankGroup) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks by disk; nothing where all share a disk.
+
+    Raises InputError, on all ranks, where machines that share none would keep a part of the state each.
+    """
+    folder, spread = rank.run.path.parent, rank.config.parallel
+    if rank.local_rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+    ranks.barrier()
+    disks = disks_of(folder, rank, ranks)
+    if disks and (spread.data, spread.tensor, spread.pipeline) != ("ddp", 1, 1):
+        hint = f"let {folder} be one folder for all machines, or take ddp"
+        raise InputError("no machine would have the whole state on its disk", key="parallel", hint=hint)
+    return disks
+
+
+def _prepare_disks(rank: Rank, loaded: Loaded, ranks: RankGroup, disks: tuple[tuple[int, ...], ...]) -> None:
+    """Write on each disk that is not rank 0's what its ranks read there."""
+    lease = ranks.broadcast(rank.run.lease() if ranks.is_main else None)
+    if rank.rank in [disk[0] for disk in disks[1:]]:
+        rank.run.checkpoints.mkdir(parents=True, exist_ok=True)
+        write_atomic(rank.run.config_file, yamlfile.dump(loaded.written))
+        records.write(rank.run.lease_file, lease)
+    if disks and ranks.is_main:
+        log.info("the machines share no disk: each has whole checkpoints in its %s", rank.run.path)
+    ranks.barrier()
 
 
 def with_topology(config: Config, launch: Launch) -> Config:

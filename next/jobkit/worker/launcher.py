@@ -133,7 +133,7 @@ def find_launch(environ: Mapping[str, str], group: tuple[int, int] | None = None
     """Return the place that `environ` gives this process.
 
     `group` is (rank, world size) of a process group that it is in already. Raises DistributedError where several tasks
-    would each take itself for the only one, and for values that are no numbers.
+    would each take itself for the only one, for values that are no numbers, and for ranks that cannot meet.
     """
     launcher = next((launcher for launcher in LAUNCHERS if launcher.started_this(environ)), None)
     if launcher is None and group is None and environ.get("PMIX_RANK"):
@@ -155,8 +155,13 @@ def find_launch(environ: Mapping[str, str], group: tuple[int, int] | None = None
     elif environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"):
         rendezvous = "env"
     variables = launcher.launch if launcher is not None else ()
-    key = "-".join([name, *(environ[variable] for variable in variables if environ.get(variable))])
-    return Launch(name, topology, rendezvous, re.sub(r"[^\w.]+", "-", key))
+    words = [environ[variable] for variable in variables if environ.get(variable)]
+    if rendezvous == "file" and not words:  # the name of the file would be that of a launch that was killed
+        raise DistributedError(
+            f"rank {topology.rank} of {topology.world_size} by {name}, which does not say where the ranks meet: set "
+            "MASTER_ADDR and MASTER_PORT, alike for all ranks, or start them by torchrun"
+        )
+    return Launch(name, topology, rendezvous, re.sub(r"[^\w.]+", "-", "-".join([name, *words])))
 
 
 def _given(launcher: Launcher | None, environ: Mapping[str, str]) -> dict[str, int]:

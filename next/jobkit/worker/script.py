@@ -10,11 +10,12 @@ sees the code of a sys.exit, so that a script has finished where ctx.finish has 
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import os
 import signal
 import sys
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Any
 
@@ -24,16 +25,24 @@ from jobkit.run.identity import run_name
 from jobkit.run.load import Loaded, load
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import runs_dir_of
-from jobkit.run.schema import Config
+from jobkit.run.schema import AUTO, Config, Resources
 from jobkit.run.yamlfile import Places
 from jobkit.worker import launched
 from jobkit.worker.context import Context
 from jobkit.worker.ending import end_of, record
 from jobkit.worker.join import join, leave
 from jobkit.worker.launched import Launched
-from jobkit.worker.launcher import find_launch
+from jobkit.worker.launcher import Topology, find_launch
 from jobkit.worker.rank import Rank
 from jobkit.worker.signals import STOP_SIGNALS, take_stop_signals
+
+OF_LAUNCHER = frozenset({"local_rank", "distributed", "dist_backend", "dist_url"})
+"""Arguments that torch.distributed.launch gives a script, or that the references' `init_distributed_mode(args)` sets:
+they say nothing of what is computed."""
+
+PLACES = {"rank": "rank", "gpu": "local_rank", "world_size": "world_size"}
+"""Its arguments that mean the place of a rank, and the field of Topology; with another value they mean something
+else."""
 
 
 def init(
@@ -51,35 +60,71 @@ def init(
         for x, y in ctx.batches(loader): ...
     ctx.finish({"loss": loss.item()})
 
-    `config` is a YAML as `jobkit submit` takes it; without one `name` (the script's by default) and `params` name the
-    run. The same call continues the same run. With `seed=None` the script's own random numbers are left alone. In the
-    `command:` of a YAML it is that run, and the arguments do not count. Where the run has finished already, the script
-    ends with 0. Raises DistributedError where the ranks do not form one world.
+    `config` is a YAML as `jobkit submit` takes it, and needs no `task:`; without one `name` (the script's by default)
+    and `params`, as vars(args), name the run. The same call continues the same run. With `seed=None` the script's own
+    random numbers are left alone. In the `command:` of a YAML it is that run, and the other arguments do not count.
+    Where the run has finished already, the script ends with 0; for wrong input, and where the ranks do not form one
+    world, with 2 or 1, and a line.
     """
     configure("stdout")
     if os.environ.get("JOBKIT_RUN") and os.environ.get("JOBKIT_ATTEMPT"):
         rank = Rank.of_environment(RunDir(os.environ["JOBKIT_RUN"]))
+        if seed is None:
+            rank.config = dataclasses.replace(rank.config, seed=None)
         take_stop_signals()
         return _opened(rank, join(rank), None)
-    loaded = load(Path(config)) if config is not None else _loaded(name, params, seed)
     import torch.distributed as dist
 
     stands = (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else None
-    launch = find_launch(os.environ, stands)
-    folder = runs_dir_of(Path(runs_dir) if runs_dir is not None else None)
-    begun = launched.begin(loaded, RunDir(folder / run_name(loaded.config)), launch)
+    try:
+        launch = find_launch(os.environ, stands)
+        loaded = load(Path(config), (), _program()) if config else _loaded(name, params, seed, launch.topology)
+        folder = runs_dir_of(Path(runs_dir) if runs_dir is not None else None)
+        begun = launched.begin(loaded, RunDir(folder / run_name(loaded.config)), launch)
+    except JobkitError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
     if begun is None:
         raise SystemExit(EXIT_FINISHED)
     return _opened(begun.rank, begun.joined, begun)
 
 
-def _loaded(name: str | None, params: Mapping[str, Any] | None, seed: int | None) -> Loaded:
-    script = Path(sys.argv[0]).stem or "interactive"
+def _program() -> list[str]:
+    """The script as the program of its run: others cannot import it, and machines have it in other folders."""
+    return ["python", Path(sys.argv[0]).name]
+
+
+def _loaded(name: str | None, params: Mapping[str, Any] | None, seed: int | None, topology: Topology) -> Loaded:
     if not isinstance(params, (Mapping, type(None))):
         raise InputError(key="jobkit.init(params=...)", found=params, allowed="a mapping of names to plain values")
-    # No `task` that others could import: the script itself is the program.
-    config = Config(name=name or script, command=[sys.executable, sys.argv[0]], params=dict(params or {}), seed=seed)
+    places = dataclasses.asdict(topology)
+    values = {
+        str(key): _plain(key, value)
+        for key, value in (params or {}).items()
+        if key not in OF_LAUNCHER and not (key in PLACES and value == places[PLACES[key]])
+    }
+    config = Config(
+        name=name or Path(sys.argv[0]).stem or "interactive",
+        command=_program(),
+        params=values,
+        seed=seed,
+        resources=Resources(gpus_per_task=AUTO),
+    )
     return Loaded(config=config, places=Places(Path(sys.argv[0])), notes=[], sweep=None, expressions={})
+
+
+def _plain(key: str, value: Any) -> Any:
+    """A param as a YAML can hold it. Raises InputError for an object that no text names."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(key, item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(key, item) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, PurePath) or type(value).__module__ == "torch":  # a device, a dtype
+        return str(value)
+    allowed = "numbers, texts, paths, None, and lists and mappings of them: leave it out"
+    raise InputError(key=f"jobkit.init(params={{{key!r}: ...}})", found=value, allowed=allowed)
 
 
 def _opened(rank: Rank, joined: Any, begun: Launched | None) -> Context:

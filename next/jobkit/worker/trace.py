@@ -83,9 +83,15 @@ class Trace:
         self._values = {}
 
     def _locals(self) -> dict[str, str]:
-        """Return the plain local values of the training function: a hint for a person, after a difference was found."""
+        """Return the plain local values of the training function, of a script its globals: a hint for a person, after
+        a difference was found."""
+        if self.function is None:
+            return _plain(vars(sys.modules["__main__"]))
         frame = sys._getframe()
         while frame is not None and frame.f_code is not self.function:
             frame = frame.f_back  # type: ignore[assignment]
-        values = frame.f_locals if frame is not None else {}
-        return {name: repr(value) for name, value in values.items() if isinstance(value, (bool, int, float, str))}
+        return _plain(frame.f_locals if frame is not None else {})
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, str]:
+    return {name: repr(value) for name, value in values.items() if isinstance(value, (bool, int, float, str))}

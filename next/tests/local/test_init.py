@@ -43,6 +43,7 @@ ctx.finish({"digest": digest(model.state_dict(), optimizer.state_dict()["state"]
 LAUNCHERS = {
     "python": [sys.executable],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"],
+    "mpirun": ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable],
 }
 
 
@@ -161,3 +162,26 @@ def test_a_yaml_runs_under_torchrun(tmp_path: Path) -> None:
     made.yaml.write_text("name: training\ntask: training_task:train\nparams: {steps: 20}\n")
     output = finish(start(made, "torchrun", "-m", "jobkit.worker", "exp.yaml"))
     assert only_run(made).status.state == "finished", output
+
+
+def test_a_yaml_without_a_task_is_for_jobkit_init_and_mpirun_continues_what_torchrun_began(tmp_path: Path) -> None:
+    results = []
+    for name in ("straight", "interrupted"):
+        made = project(tmp_path / name)
+        made.yaml.write_text("name: script\nparams: {epochs: 4}\ncheckpoint: {every: 4}\n")
+        made.write("script.py", SCRIPT.replace('name="script", params={"epochs": 4}', '"exp.yaml"'))
+        if name == "interrupted":
+            process = start(made, "torchrun", "script.py", "0.2")
+            only_run(made).wait_for_step(10).kill_rank(1)
+            process.communicate(timeout=PATIENCE)
+        finish(start(made, "mpirun"))
+        results.append(only_run(made).status.result)
+        assert name == "straight" or only_run(made).ends[-1].first_step in (4, 8, 12)
+    assert results[0] == results[1]
+
+
+def test_a_rank_that_is_told_no_address_ends_with_a_line(tmp_path: Path) -> None:
+    made = project(tmp_path)
+    made.environment |= {"RANK": "0", "WORLD_SIZE": "2"}
+    output = finish(start(made, "python"), 1)
+    assert output.startswith("error: ") and "MASTER_ADDR" in output and "Traceback" not in output

@@ -54,13 +54,8 @@ LAUNCHES: dict[str, tuple[dict[str, str], Launch]] = {
         Launch("python", Topology(), "alone", "python"),
     ),
     "variables by hand": (
-        {"RANK": "1", "WORLD_SIZE": "2"},
-        Launch(
-            "RANK and WORLD_SIZE",
-            Topology(1, 2, 1, 2, 0, 1),
-            "file",
-            "RANK-and-WORLD_SIZE",
-        ),
+        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n0", "MASTER_PORT": "29500"},
+        Launch("RANK and WORLD_SIZE", Topology(1, 2, 1, 2, 0, 1), "env", "RANK-and-WORLD_SIZE"),
     ),
 }
 
@@ -72,6 +67,7 @@ def test_the_place_of_a_process(environ: dict[str, str], launch: Launch) -> None
 
 REFUSED = {
     "a rank beyond the world": {"RANK": "4", "WORLD_SIZE": "4"},
+    "variables by hand without an address": {"RANK": "1", "WORLD_SIZE": "2"},
     "no number": {"RANK": "a", "WORLD_SIZE": "4"},
     "several tasks, each a world of its own": {**SRUN, "RANK": "0", "WORLD_SIZE": "1"},
     "an MPI that does not say how many": {"PMIX_RANK": "1"},

@@ -9,7 +9,7 @@ import pytest
 
 from jobkit.errors import InputError
 from jobkit.run import machine
-from jobkit.run.machine import visible_devices, with_counts
+from jobkit.run.machine import idle_devices, visible_devices, with_counts
 from jobkit.run.schema import Config, Resources
 
 
@@ -50,6 +50,13 @@ def test_the_variable_says_which_devices_are_visible(value: str, devices: list[s
 def test_auto_is_the_first_kind_with_devices(no_gpus: None) -> None:
     assert visible_devices("auto", {}) == ("cuda", [])
     assert visible_devices("auto", {"CUDA_VISIBLE_DEVICES": "3"}) == ("cuda", ["3"])
+
+
+def test_devices_that_are_named_and_not_used_are_said(no_gpus: None) -> None:
+    visible = {"CUDA_VISIBLE_DEVICES": "4,5"}
+    words = [idle_devices(_config(gpus_per_task=1), ranks, visible) for ranks in (1, 2)]
+    assert ("4,5" in str(words[0]), words[1]) == (True, None)
+    assert idle_devices(_config(gpus_per_task=1), 1, {}) is None
 
 
 LOCAL: list[tuple[str, dict[str, Any], tuple[int, int]]] = [  # visible, resources, (tasks, gpus)
