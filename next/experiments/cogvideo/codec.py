@@ -64,23 +64,15 @@ class Colours:
         return ((latent[:3].float() / 6 + 0.5) * 255).round().clamp(0, 255).to(torch.uint8).transpose(0, 1).cpu()
 
 
-def open_codec(digits: bool, vae: str, device: torch.device) -> SpaceToDepth | Autoencoder | Colours:
-    """What a recipe's params name."""
-    if digits:
-        return SpaceToDepth()
-    return Autoencoder(vae, device) if vae else Colours()
-
-
 def write_clips(file: Path, clips: Sequence[Tensor]) -> Tensor:
     """Write clips [T, C, H, W] as file.gif, side by side, and file.png, a strip of frames each; returns the strips."""
     zoom = max(1, 64 // clips[0].shape[-1])  # so that a digit of 8 pixels can be seen
-    framed = [
-        F.pad(clip.repeat_interleave(zoom, 2).repeat_interleave(zoom, 3), (1, 1, 1, 1), value=128) for clip in clips
-    ]
+    large = [clip.repeat_interleave(zoom, 2).repeat_interleave(zoom, 3) for clip in clips]
+    framed = [F.pad(clip, (1, 1, 1, 1), value=128) for clip in large]
     strips = torch.cat([torch.cat(list(clip), dim=2) for clip in framed], dim=1)
-    frames = [_image(frame) for frame in torch.cat(framed, dim=3)]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    _image(strips).save(file.with_suffix(".png"))
+    pictures = [strips, *torch.cat(framed, dim=3)]
+    strip, *frames = (Image.fromarray(pixels.permute(1, 2, 0).squeeze(-1).numpy()) for pixels in pictures)
+    strip.save(file.with_suffix(".png"))
     frames[0].save(file.with_suffix(".gif"), save_all=True, append_images=frames[1:], duration=125, loop=0)
     return strips
 
@@ -95,7 +87,3 @@ def write_mp4(file: Path, clip: Tensor, frames_per_second: int = 8) -> None:
         for picture in clip.permute(0, 2, 3, 1).contiguous().numpy():
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         container.mux(stream.encode())
-
-
-def _image(pixels: Tensor) -> Image.Image:
-    return Image.fromarray(pixels.permute(1, 2, 0).squeeze(-1).numpy())

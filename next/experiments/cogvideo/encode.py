@@ -20,40 +20,42 @@ from torch.nn import functional as F
 
 from experiments.cogvideo.codec import Autoencoder
 
+FRAMES, FPS, SIZE, WORDS = 49, 8, (480, 720), 226
+"""Of a clip: frames, frames a second, height and width; and tokens of its caption."""
 
-def read_frames(file: Path, count: int, fps: int, height: int, width: int) -> Tensor:
-    """The first `count` frames of a video at `fps` frames a second, uint8 [count, 3, height, width].
 
-    A frame is enlarged or reduced until it covers the size, and cut around its middle. Raises ValueError for a video
-    that is too short.
+def read_frames(file: Path, count: int = FRAMES, fps: int = FPS, size: tuple[int, int] = SIZE) -> Tensor:
+    """The first `count` frames of a video at `fps` frames a second, uint8 [count, 3, *size].
+
+    A frame is scaled until it covers the size, and cut around its middle. Raises ValueError for too short a video.
     """
     import av
 
     frames: list[Tensor] = []
     with av.open(file) as container:
         for frame in container.decode(video=0):
-            while frame.time is not None and frame.time >= len(frames) / fps and len(frames) < count:
+            while len(frames) < count and frame.time >= len(frames) / fps:
                 frames.append(torch.from_numpy(frame.to_ndarray(format="rgb24")).permute(2, 0, 1))
             if len(frames) == count:
                 break
     if len(frames) < count:
-        raise ValueError(f"{len(frames)} frames at {fps} a second, expected {count}")
+        raise ValueError(f"found {len(frames)} frames at {fps} a second, expected {count}")
     video = torch.stack(frames).float()
-    scale = max(height / video.shape[2], width / video.shape[3])
-    size = [max(height, round(video.shape[2] * scale)), max(width, round(video.shape[3] * scale))]
-    video = F.interpolate(video, size, mode="bilinear", antialias=True)
-    top, side = (size[0] - height) // 2, (size[1] - width) // 2
-    return video[:, :, top : top + height, side : side + width].round().clamp(0, 255).to(torch.uint8)
+    scale = max(wanted / found for wanted, found in zip(size, video.shape[2:], strict=True))
+    covering = [max(wanted, round(found * scale)) for wanted, found in zip(size, video.shape[2:], strict=True)]
+    top, side = ((found - wanted) // 2 for wanted, found in zip(size, covering, strict=True))
+    video = F.interpolate(video, covering, mode="bilinear", antialias=True)[
+        ..., top : top + size[0], side : side + size[1]
+    ]
+    return video.round().clamp(0, 255).to(torch.uint8)
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Encode videos and captions to DST/<name>.safetensors.")
     parser.add_argument("source", type=Path, metavar="SRC", help='a .jsonl file, {"video": ..., "text": ...} a line')
     parser.add_argument("destination", type=Path, metavar="DST")
     parser.add_argument("--weights", type=Path, required=True, help="of CogVideoX-2b, as diffusers wrote them")
     parser.add_argument("--part", default="1/1", metavar="I/N", help="part of the videos, for N processes")
-    for name, default in {"frames": 49, "fps": 8, "height": 480, "width": 720, "words": 226}.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
     options = parser.parse_args()
     from transformers import AutoTokenizer, T5EncoderModel
 
@@ -62,30 +64,25 @@ def main() -> int:
     tokenizer = AutoTokenizer.from_pretrained(options.weights / "tokenizer", local_files_only=True)
     encoder = T5EncoderModel.from_pretrained(options.weights / "text_encoder", local_files_only=True).to(device)
     options.destination.mkdir(parents=True, exist_ok=True)
-    number, parts = map(int, options.part.split("/"))
-    failures = 0
-    for line in options.source.read_text(encoding="utf-8").splitlines()[number - 1 :: parts]:
+    part, parts = map(int, options.part.split("/"))
+    for line in options.source.read_text(encoding="utf-8").splitlines()[part - 1 :: parts]:
         clip = json.loads(line)
         target = options.destination / f"{Path(clip['video']).stem}.safetensors"
         if target.exists():
             continue
-        # Padded, and padding not masked, as the published model was trained.
-        padding = {"padding": "max_length", "max_length": options.words, "truncation": True}
-        ids = tokenizer(clip["text"], return_tensors="pt", **padding).input_ids.to(device)
         try:
-            size = (options.frames, options.fps, options.height, options.width)
-            latent = vae.encode(read_frames(options.source.parent / clip["video"], *size))
+            latent = vae.encode(read_frames(options.source.parent / clip["video"]))
         except (OSError, ValueError) as error:
-            print(f"{clip['video']}: {error}", file=sys.stderr)
-            failures += 1
+            print(f"{clip['video']}: left out: {error}", file=sys.stderr)
             continue
+        # Padded, and padding not masked, as the published model was trained.
+        padding = {"padding": "max_length", "max_length": WORDS, "truncation": True}
         with torch.no_grad():
-            (text,) = encoder(ids)[0]
+            (text,) = encoder(tokenizer(clip["text"], return_tensors="pt", **padding).input_ids.to(device))[0]
         temporary = target.with_name(f".{target.name}")
         save_file({"latent": latent.cpu().contiguous(), "text": text.float().cpu()}, temporary)
         temporary.rename(target)
-    return 1 if failures else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

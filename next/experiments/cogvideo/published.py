@@ -32,25 +32,20 @@ def our_name(name: str) -> str:
 
 @torch.no_grad()
 def load_published(net: VideoTransformer, folder: Path) -> None:
-    """Copy the weights of a folder (config.json and .safetensors) into a model.
+    """Copy the weights of a folder (config.json and .safetensors) into a model of the same shapes.
 
     Raises UsageError, which names the first difference, where they are another model's.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    ours = {
-        "num_attention_heads": net.embed.dim // net.block_0.head,
-        "spatial_interpolation_scale": net.embed.rescale,
-        "use_rotary_positional_embeddings": False,  # the 5b's, and version 1.5's
-    }
+    heads, rescale = net.embed.dim // net.block_0.head, net.embed.rescale
+    ours = {"num_attention_heads": heads, "spatial_interpolation_scale": rescale}  # no shape shows these
     for key, value in ours.items():
-        if config.get(key, value) != value:
+        if config[key] != value:
             raise jobkit.UsageError(f"{folder}/config.json: {key}: found {config[key]}, expected {value}")
     parameters = dict(net.named_parameters())
     for file in sorted(folder.glob("*.safetensors")):
         for name, tensor in load_file(file).items():
-            parameter = parameters.pop(our_name(name), None)
-            if parameter is None:
-                raise jobkit.UsageError(f"{file}: {name} is no weight of this model")
+            parameter = parameters.pop(our_name(name), torch.empty(0))
             if name == "patch_embed.proj.weight":
                 tensor = tensor.flatten(1)  # a convolution's, of one patch
             if tensor.shape != parameter.shape:
@@ -58,6 +53,4 @@ def load_published(net: VideoTransformer, folder: Path) -> None:
                 raise jobkit.UsageError(f"{file}: {name}: {shapes}")
             parameter.copy_(tensor)
     if parameters:
-        raise jobkit.UsageError(
-            f"{folder}: no weights for {next(iter(parameters))}, and for {len(parameters) - 1} more"
-        )
+        raise jobkit.UsageError(f"{folder}: no weights for {', '.join(parameters)}"[:300])

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import Subset
 
 import jobkit
-from experiments.cogvideo.codec import open_codec, write_clips
+from experiments.cogvideo.codec import Autoencoder, Colours, SpaceToDepth, write_clips
 from experiments.cogvideo.data import Clips, split, write_moving_digits
 from experiments.cogvideo.diffusion import NoiseSchedule, denoise, fixed_noise, guided, spread_steps
 from experiments.cogvideo.published import load_published
@@ -97,7 +97,7 @@ def clips_of(
 
     Each is a function of its id, its text and the weights.
     """
-    codec = open_codec(p.digits, p.vae, ctx.device)
+    codec = SpaceToDepth() if p.digits else Autoencoder(p.vae, ctx.device) if p.vae else Colours()
 
     def clips(batch: tuple[Tensor, Tensor], ids: Tensor) -> dict[str, list[Tensor]]:
         latent, text = batch

@@ -105,10 +105,7 @@ class Block(nn.Module):
 
     def forward(self, words: Tensor, video: Tensor, time: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         streams = words, video.flatten(1, 3), time
-        if self.recompute and torch.is_grad_enabled():
-            words, tokens = checkpoint(self._add, *streams, use_reentrant=False, preserve_rng_state=False)
-        else:
-            words, tokens = self._add(*streams)
+        words, tokens = checkpoint(self._add, *streams, use_reentrant=False) if self.recompute else self._add(*streams)
         return words, tokens.view_as(video), time
 
     def _add(self, words: Tensor, video: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,9 +118,8 @@ class Block(nn.Module):
 
     def _attention(self, tokens: Tensor) -> Tensor:
         # -1, not the number of heads: with tensor parallelism a rank has some of them.
-        query, key, value = (
-            layer(tokens).unflatten(-1, (-1, self.head)).transpose(1, 2) for layer in (self.query, self.key, self.value)
-        )
+        heads = [layer(tokens).unflatten(-1, (-1, self.head)) for layer in (self.query, self.key, self.value)]
+        query, key, value = (part.transpose(1, 2) for part in heads)
         h = F.scaled_dot_product_attention(self.norm_query(query), self.norm_key(key), value)
         return self.out(h.transpose(1, 2).flatten(2))
 
@@ -170,18 +166,13 @@ def positions(frames: int, rows: int, columns: int, dim: int, device: torch.devi
 
     About 3/8 of the features are for each axis of space, the rest for time. Rows and columns are divided by `rescale`.
     """
-    space = 2 * (3 * dim // 16)
-    parts = []
-    for axis, count, features, unit in (
-        (0, frames, dim - 2 * space, 1.0),
-        (2, columns, space, rescale),
-        (1, rows, space, rescale),
-    ):
-        size = [1, 1, 1]
-        size[axis] = count
-        part = torch.cat(angles(torch.arange(count, device=device) / unit, features), dim=1)
-        parts.append(part.view(*size, features).expand(frames, rows, columns, features))
-    return torch.cat(parts, dim=-1)
+    space, size = 2 * (3 * dim // 16), (frames, rows, columns, -1)
+
+    def axis(count: int, features: int, unit: float) -> Tensor:
+        return torch.cat(angles(torch.arange(count, device=device) / unit, features), dim=1)
+
+    frame, column, row = axis(frames, dim - 2 * space, 1.0), axis(columns, space, rescale), axis(rows, space, rescale)
+    return torch.cat([frame[:, None, None].expand(size), column.expand(size), row[:, None].expand(size)], dim=-1)
 
 
 def angles(t: Tensor, features: int) -> tuple[Tensor, Tensor]:
