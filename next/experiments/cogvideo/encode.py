@@ -11,43 +11,41 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn import functional as F
 
 from experiments.cogvideo.codec import Autoencoder
 
-FRAMES, FPS, SIZE, WORDS = 49, 8, (480, 720), 226
-"""Of a clip: frames, frames a second, height and width; and tokens of its caption."""
+FRAMES, FPS, HEIGHT, WIDTH, WORDS = 49, 8, 480, 720, 226
+"""Of a clip; and tokens of its caption."""
 
 
-def read_frames(file: Path, count: int = FRAMES, fps: int = FPS, size: tuple[int, int] = SIZE) -> Tensor:
-    """The first `count` frames of a video at `fps` frames a second, uint8 [count, 3, *size].
+def read_frames(file: Path, count: int = FRAMES, fps: int = FPS, height: int = HEIGHT, width: int = WIDTH) -> Tensor:
+    """The first `count` frames of a video at `fps` frames a second, uint8 [count, 3, height, width].
 
-    A frame is scaled until it covers the size, and cut around its middle. Raises ValueError for too short a video.
+    ffmpeg scales a frame until it covers the size, and cuts around its middle. Raises ValueError for too short a video.
     """
     import av
 
     frames: list[Tensor] = []
     with av.open(file) as container:
-        for frame in container.decode(video=0):
-            while len(frames) < count and frame.time >= len(frames) / fps:
-                frames.append(torch.from_numpy(frame.to_ndarray(format="rgb24")).permute(2, 0, 1))
-            if len(frames) == count:
-                break
+        video, graph = container.streams.video[0], av.filter.Graph()
+        cover = f"{width}:{height}:force_original_aspect_ratio=increase"
+        filters = [graph.add("fps", str(fps)), graph.add("scale", cover), graph.add("crop", f"{width}:{height}")]
+        graph.link_nodes(graph.add_buffer(template=video), *filters, graph.add("buffersink")).configure()
+        for frame in chain(container.decode(video), [None]):  # None: the filters give what they hold back
+            graph.vpush(frame)
+            with suppress(BlockingIOError, EOFError):  # no frame is ready
+                while len(frames) < count:
+                    frames.append(torch.from_numpy(graph.vpull().to_ndarray(format="rgb24")).permute(2, 0, 1))
     if len(frames) < count:
         raise ValueError(f"found {len(frames)} frames at {fps} a second, expected {count}")
-    video = torch.stack(frames).float()
-    scale = max(wanted / found for wanted, found in zip(size, video.shape[2:], strict=True))
-    covering = [max(wanted, round(found * scale)) for wanted, found in zip(size, video.shape[2:], strict=True)]
-    top, side = ((found - wanted) // 2 for wanted, found in zip(size, covering, strict=True))
-    video = F.interpolate(video, covering, mode="bilinear", antialias=True)[
-        ..., top : top + size[0], side : side + size[1]
-    ]
-    return video.round().clamp(0, 255).to(torch.uint8)
+    return torch.stack(frames)
 
 
 def main() -> None:

@@ -29,13 +29,14 @@ def train(ctx: jobkit.Context) -> None:
     training, held_out = open_data(ctx, p)
     loader = ctx.loader(training, global_batch_size=p.batch, num_workers=p.workers)
     ctx.track(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
-    noise_schedule, shown = NoiseSchedule(p.snr_shift, ctx.device), Subset(held_out, range(p.samples))
+    noise_schedule = NoiseSchedule(p.snr_shift, ctx.device)
+    errors, clips = errors_of(ctx, noise_schedule, model), clips_of(ctx, noise_schedule, model, p)
 
     def validate() -> dict[str, float]:
         folder = ctx.run_dir / "samples" / f"step_{ctx.step:08d}"
         with ctx.evaluating(model, optimizer):
-            loss = ctx.evaluate(errors_of(ctx, noise_schedule, model), held_out, batch_size=p.validate_batch)
-            ctx.map(clips_of(ctx, noise_schedule, model, p), shown, to=folder)
+            loss = ctx.evaluate(errors, held_out, batch_size=p.validate_batch)
+            ctx.map(clips, Subset(held_out, range(p.samples)), to=folder)
         if ctx.is_main:
             ctx.log_image("strips", write_clips(folder, read_clips(folder)))
         return {"validation/loss": loss}
@@ -74,9 +75,7 @@ def mean_error(output: Tensor, velocity: Tensor) -> Tensor:
     return F.mse_loss(output.float(), velocity)
 
 
-def errors_of(
-    ctx: jobkit.Context, noise_schedule: NoiseSchedule, model: nn.Module
-) -> Callable[[tuple[Tensor, Tensor], Tensor], Tensor]:
+def errors_of(ctx: jobkit.Context, noise_schedule: NoiseSchedule, model: nn.Module) -> Callable[..., Tensor]:
     """A function for ctx.evaluate: the errors of held-out clips, each always at the same noise and step."""
 
     def errors(batch: tuple[Tensor, Tensor], ids: Tensor) -> Tensor:
@@ -92,7 +91,7 @@ def errors_of(
 
 def clips_of(
     ctx: jobkit.Context, noise_schedule: NoiseSchedule, model: nn.Module, p: DictConfig
-) -> Callable[[tuple[Tensor, Tensor], Tensor], dict[str, list[Tensor]]]:
+) -> Callable[..., dict[str, list[Tensor]]]:
     """A function for ctx.map: for the texts of held-out clips new latents [C, T, H, W], and their frames.
 
     Each is a function of its id, its text and the weights.

@@ -2,7 +2,7 @@
 
     latent, t, text --embed--> (words, video, time) --block_0 ... block_n--> (words, video, time) --velocity--> velocity
 
-It is a sequence of blocks with several inputs, which a pipeline can divide.
+Its parts a pipeline divides and ZeRO gathers one by one; `tensor_plan` divides their layers.
 """
 
 from __future__ import annotations
@@ -20,13 +20,10 @@ from torch.utils.checkpoint import checkpoint
 class VideoTransformer(nn.Sequential):
     """Velocity of latents [N, channels, T, H, W] at noise steps t int64 [N], given text embeddings [N, L, text].
 
-    Args:
-        dim: features of a token, an even number; dim / heads of them in each head.
-        time: features of the time embedding.
-        patch: a token is patch x patch positions of a latent frame.
-        rescale: divides rows and columns in the embedding of positions: with 1.875 a transformer that began at a
-            smaller size goes on at 60 x 90.
-        recompute: forget the activations inside blocks, and compute them again for the gradients.
+    A token has `dim` features, dim / heads of them in each head, and stands for patch x patch positions of a latent
+    frame. `time` features embed t. `rescale` divides rows and columns in the embedding of positions: with 1.875 a
+    transformer that began at a smaller size goes on at 60 x 90. With `recompute` the activations inside blocks are
+    computed again for the gradients.
     """
 
     def __init__(
@@ -53,10 +50,6 @@ class VideoTransformer(nn.Sequential):
         for name, parameter in self.named_parameters():
             if "modulation" in name or name.startswith("velocity.out."):
                 nn.init.zeros_(parameter)
-
-    def shard_units(self) -> list[nn.Module]:
-        """Blocks to be sharded one by one."""
-        return [module for module in self if isinstance(module, Block)]
 
     def tensor_plan(self) -> dict[str, ParallelStyle]:
         """Each rank has some of the heads and of the features between the two layers of a feed-forward, and some rows

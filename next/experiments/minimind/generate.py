@@ -37,7 +37,7 @@ def generate(ctx: jobkit.Context) -> dict[str, int]:
 
 def continuation(
     ctx: jobkit.Context, model: nn.Module, tokenizer: Bytes | Tokenizer, sampling: DictConfig, window: int
-) -> Callable[[Sequence[str], Tensor], str]:
+) -> Callable[..., str]:
     """A function for ctx.map, which seeds the draws of each prompt: the prompt and how it goes on.
 
     `sampling` has new_tokens, temperature and top_k (1 takes the likeliest token, 0 draws among all of them). The model

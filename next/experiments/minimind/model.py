@@ -2,7 +2,7 @@
 
     tokens --embed--> block_0 ... block_n --norm, head--> logits
 
-It is an nn.Sequential, which a pipeline can divide; `shard_units` and `tensor_plan` are for the other ways to spread.
+It is an nn.Sequential, whose parts a pipeline divides and ZeRO gathers one by one; `tensor_plan` divides its layers.
 """
 
 from __future__ import annotations
@@ -19,14 +19,9 @@ EPS = 1e-6
 class MiniMind(nn.Sequential):
     """Logits [N, T, vocabulary] of the token after each of tokens int64 [N, T].
 
-    Args:
-        dim: features of a token.
-        heads: of the queries; `kv_heads` of the keys and values, each shared by heads / kv_heads queries
-            (grouped-query attention, arXiv:2305.13245).
-        hidden: features inside SwiGLU (arXiv:2002.05202).
-        theta: base of the rotary embedding's wavelengths.
-        tie: whether the head's matrix is the embedding's; a pipeline, whose stages share no matrix, needs false.
-        std: of the normal distribution that all matrices are drawn from.
+    `kv_heads` keys and values are each shared by heads / kv_heads queries (arXiv:2305.13245); `hidden` features are
+    inside SwiGLU (arXiv:2002.05202); `theta` is the base of the rotary wavelengths. `tie`: the head's matrix is the
+    embedding's; a pipeline, whose stages share no matrix, needs false. `std` is of the initial weights.
     """
 
     def __init__(
@@ -52,10 +47,6 @@ class MiniMind(nn.Sequential):
                 nn.init.normal_(parameter, std=self.std)
             else:
                 nn.init.ones_(parameter)
-
-    def shard_units(self) -> list[nn.Module]:
-        """The blocks, to be sharded one by one; embedding and head stay together, because they may be tied."""
-        return [module for module in self if isinstance(module, Block)]
 
     def tensor_plan(self) -> dict[str, ParallelStyle]:
         """Each rank has some of the heads and of SwiGLU's features; the way back to the stream sums their parts.

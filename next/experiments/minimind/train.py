@@ -59,7 +59,7 @@ def mean_nats(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), target.flatten())
 
 
-def nats_of(ctx: jobkit.Context, model: nn.Module) -> Callable[[tuple[Tensor, Tensor], Tensor], Tensor]:
+def nats_of(ctx: jobkit.Context, model: nn.Module) -> Callable[..., Tensor]:
     """A function for ctx.evaluate: the cost of each sequence, [N]."""
 
     def nats(batch: tuple[Tensor, Tensor], ids: Tensor) -> Tensor:
