@@ -16,6 +16,7 @@ from typing import Any
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, InputError
 from jobkit.run.journal import read_status
 from jobkit.run.load import Loaded, load
+from jobkit.run.overrides import with_value
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import find, runs_dir_of
 from jobkit.submission import checks
@@ -96,7 +97,7 @@ def _plain(report: Any) -> dict[str, Any]:
 def _with_params(loaded: Loaded) -> Loaded:
     """Merge `verify.params` over `params`."""
     config = loaded.config
-    params = {**config.params, **config.verify.params}
+    params = with_value(config.params, [], config.verify.params)
     return dataclasses.replace(loaded, config=dataclasses.replace(config, params=params))
 
 
