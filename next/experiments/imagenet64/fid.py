@@ -37,8 +37,8 @@ def inception(weights: str) -> nn.Module:
         )
     try:
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
-    except ImportError as error:
-        raise jobkit.UsageError(f"FID needs a package ({error}): pip install torch-fidelity") from None
+    except (ImportError, RuntimeError) as error:  # RuntimeError: a torchvision of another torch
+        raise jobkit.UsageError(f"FID: {error}: pip install torch-fidelity and the torchvision of this torch") from None
     return FeatureExtractorInceptionV3("inception", ["2048"], weights)
 
 
