@@ -12,38 +12,53 @@ from torch import Tensor, nn
 import jobkit
 from experiments.imagenet64.data import PackedImages, Part, pack, split, write_png
 from experiments.imagenet64.digits import write_digits
+from experiments.imagenet64.discrete import DiscreteFlowMatching
+from experiments.imagenet64.fid import Fid
 from experiments.imagenet64.flow import FlowMatching, fixed_noise, random_times
+from experiments.imagenet64.unet import load_initial
+
+Method = FlowMatching | DiscreteFlowMatching
 
 
-def train(ctx: jobkit.Context) -> dict[str, float] | None:
-    """Train as the YAML's params say; the result is the loss on held-out images, where there are any."""
-    p, method = ctx.params, FlowMatching()
+def train(ctx: jobkit.Context) -> None:
+    """Train as the YAML's params say; the result is the loss on held-out images and FID, where there are any."""
+    p = ctx.params
+    method = method_of(p)
     net = method.network(p.channels, p.classes, p.unet)
+    if p.init_from:
+        load_initial(net, p.init_from)
     model = ctx.parallelize(net)
     optimizer = make_optimizer(ctx, model, p)
     scheduler = jobkit.schedule.linear(optimizer, steps=p.steps, floor=p.floor)
     training, held_out = open_data(ctx, p)
+    fid = Fid(ctx, p.inception, training) if p.fid_every else None
     loader = ctx.loader(training, global_batch_size=p.batch, num_workers=p.workers)
     ctx.track(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
+    draw = draw_of(ctx, method, net, (p.channels, p.res, p.res))
 
     def mean_error(output: Tensor, target: Tensor) -> Tensor:
         return method.error(output, target).mean()
 
     def validate() -> dict[str, float]:
         with ctx.evaluating(model, optimizer):
-            loss = None
-            if len(held_out):
-                errors = errors_of(ctx, method, net)
-                loss = ctx.evaluate(errors, held_out, batch_size=p.validate_batch, num_workers=p.workers)
-            shown = torch.linspace(0, net.null_label - 1, 10).long()  # classes, spread over all of them
-            images = ctx.map(rows_of(ctx, method, net, p), shown)
-        if ctx.is_main:
-            grid = tiled(images.flatten(0, 1), images.shape[1])
-            ctx.log_image("samples", grid)
-            write_png(ctx.run_dir / "samples" / f"step_{ctx.step:08d}.png", grid)
-        return {} if loss is None else {"validation/loss": loss}
+            shown = torch.linspace(0, p.classes - 1, 10).long()  # classes, spread over all of them: a row for each
+            images = ctx.map(draw, shown.repeat_interleave(8), batch_size=8)
+            if ctx.is_main:
+                ctx.log_image("samples", tiled(images, 8))
+                write_png(ctx.run_dir / "samples" / f"step_{ctx.step:08d}.png", tiled(images, 8))
+            if not len(held_out):
+                return {}
+            options = {"batch_size": p.validate_batch, "num_workers": p.workers}
+            return {"validation/loss": ctx.evaluate(errors_of(ctx, method, net), held_out, **options)}
 
-    for _ in ctx.steps(p.steps, every={validate: p.validate_every}):
+    def measure() -> dict[str, float]:
+        with ctx.evaluating(model, optimizer):
+            labels = [number % p.classes for number in range(p.fid_samples)]
+            features = ctx.map(lambda label, ids: fid.features(draw(label, ids)), labels, batch_size=p.fid_batch)
+        return {"validation/fid": fid.of(features)} if ctx.is_main else {}
+
+    every = {validate: p.validate_every, **({measure: p.fid_every} if fid else {})}
+    for _ in ctx.steps(p.steps, every):
         image, label = next(loader)
         label = label.masked_fill(withheld(len(label), p.drop_label, p.drop_together, ctx.device), net.null_label)
         t = random_times(len(image), ctx.device, p.skewed)
@@ -52,7 +67,13 @@ def train(ctx: jobkit.Context) -> dict[str, float] | None:
         ctx.update(optimizer)
         scheduler.step()
         ctx.log({"train/loss": loss})
-    return None
+
+
+def method_of(p: DictConfig) -> Method:
+    """The method that `params.method` names."""
+    if p.method not in ("continuous", "discrete"):
+        raise jobkit.UsageError(f"params.method: found {p.method!r}, allowed: continuous, discrete")
+    return FlowMatching() if p.method == "continuous" else DiscreteFlowMatching(p.levels)
 
 
 def make_optimizer(ctx: jobkit.Context, model: nn.Module, p: DictConfig) -> torch.optim.Optimizer:
@@ -81,9 +102,7 @@ def withheld(n: int, probability: float, together: int, device: torch.device) ->
     return drawn.repeat_interleave(together)[:n]
 
 
-def errors_of(
-    ctx: jobkit.Context, method: FlowMatching, net: nn.Module
-) -> Callable[[tuple[Tensor, Tensor], Tensor], Tensor]:
+def errors_of(ctx: jobkit.Context, method: Method, net: nn.Module) -> Callable[[tuple[Tensor, Tensor], Tensor], Tensor]:
     """A function for ctx.evaluate: the errors of held-out images, always at the same noise and times."""
 
     def errors(batch: tuple[Tensor, Tensor], ids: Tensor) -> Tensor:
@@ -96,23 +115,21 @@ def errors_of(
     return errors
 
 
-def rows_of(
-    ctx: jobkit.Context, method: FlowMatching, net: nn.Module, p: DictConfig, columns: int = 8
+def draw_of(
+    ctx: jobkit.Context, method: Method, net: nn.Module, shape: tuple[int, int, int]
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """A function for ctx.map: a row of samples for a label, uint8 [1, columns, C, R, R], always from the same noise."""
+    """A function for ctx.map: images of labels, uint8 [N, *shape]; a batch has the same noise whenever it is drawn."""
 
-    def row(label: Tensor, number: Tensor) -> Tensor:
-        generator = torch.Generator(label.device).manual_seed(int(number))
+    def draw(label: Tensor, ids: Tensor) -> Tensor:
         with ctx.autocast():
-            images = method.sample(net, label.repeat(columns), (p.channels, p.res, p.res), p, generator)
-        return images[None]
+            return method.sample(net, label, shape, ctx.params)
 
-    return row
+    return draw
 
 
 def tiled(images: Tensor, columns: int) -> Tensor:
-    """Images, uint8 [N, C, R, R], framed and side by side in rows: one image [C, H, W]."""
+    """Images, uint8 [N, C, R, R], framed and side by side in whole rows: one image [C, H, W]."""
     zoom = max(1, 32 // images.shape[-1])  # so that a digit of 8 pixels can be seen
-    images = images.repeat_interleave(zoom, 2).repeat_interleave(zoom, 3)
+    images = images[: len(images) // columns * columns].repeat_interleave(zoom, 2).repeat_interleave(zoom, 3)
     framed = nn.functional.pad(images, (1, 1, 1, 1), value=128).unflatten(0, (-1, columns))
     return framed.permute(2, 0, 3, 1, 4).flatten(1, 2).flatten(2, 3)

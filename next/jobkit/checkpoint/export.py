@@ -1,6 +1,7 @@
 """final/: the whole weights, the config and the result of a finished run; and jobkit.open_run, which reads them.
 
-final/model.safetensors   one file a tracked module, its names those of the module's state_dict
+final/model.safetensors   one file a tracked module, its names those of the module's state_dict; the averaged weights
+                          where a tracked optimizer keeps averages
 final/result.json  final/config.yaml
 """
 

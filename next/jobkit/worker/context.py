@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -469,7 +469,11 @@ class Context:
             # final/ first: an attempt that begins with the last checkpoint finds the result there (`is_done`).
             modules = {name: value for name, value in self._tracked.objects.items() if isinstance(value, nn.Module)}
             make_room = self._checkpointer.make_room
-            write_final(self._rank.run, modules, result, self._ranks, self._rank.check_lease, make_room)
+            with ExitStack() as averages:
+                for value in self._tracked.objects.values():
+                    if isinstance(value, torch.optim.Optimizer):
+                        averages.enter_context(self._step.averaged(value))
+                write_final(self._rank.run, modules, result, self._ranks, self._rank.check_lease, make_room)
             pending = self._checkpoints.stage(self._loop.boundary, is_last=True)
             self._checkpoints.write(pending, wait=True)
             self._checkpoints.offer_best(pending, self._loop.last_values)

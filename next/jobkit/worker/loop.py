@@ -363,7 +363,9 @@ class Loop:
     def write_end(self, result: Any) -> None:
         """Write the last line of the trace."""
         if self.trace is not None:
-            self.trace.write(self.boundary, "end", self._state(), result=result, files=self.trace.written)
+            # Rank 0's result is the run's: a function of `every=` may return a number there alone.
+            mine = result if self._rank.rank == 0 else None
+            self.trace.write(self.boundary, "end", self._state(), result=mine, files=self.trace.written)
 
     def _drill_stops(self, *kinds: InterruptionKind) -> bool:
         """Return whether the drill stops this attempt here."""
