@@ -311,12 +311,15 @@ class Context:
         """
         return self._epochs.batches(loaders)
 
-    def boundary(self, step: int, save: Callable[[Path], object] | None = None, *, total: int | None = None) -> None:
+    def boundary(
+        self, step: int, save: Callable[[Path], object] | None = None, *, total: int | None = None, epoch: int = 0
+    ) -> None:
         """Between two steps of a loop that is not jobkit's: `step` of them are done.
 
         The first call is at the step where the run stands, ctx.step, before the next one. Each later call saves and
         stops as ctx.steps does. `save(folder)` is called on all ranks where a checkpoint is written; another attempt
-        finds its files in ctx.checkpoint. Raises Stopped, and UsageError where steps go down.
+        finds its files in ctx.checkpoint. `epoch`, from 0, tells `jobkit verify` where epochs end. Raises Stopped, and
+        UsageError where steps go down, or go on beyond those of a verification.
         """
         step = int(step)
         self._checkpoints.write_files = save
@@ -330,8 +333,13 @@ class Context:
             self._loop.begin("ctx.boundary", total)
         elif step < self.step:
             raise UsageError(f"ctx.boundary({step}): {self.step} steps are done; steps only go up")
+        elif (drill := self._loop.drill) is not None and step > drill.steps:
+            raise UsageError(
+                f"jobkit verify takes {drill.steps} steps, and this loop goes on: give the command a value with which "
+                f"it ends, as steps={drill.steps}, or write one under `verify: {{params: ...}}` of the YAML"
+            )
         elif step > self.step:
-            self._loop.end_step(Boundary(step), is_last=total is not None and step >= total)
+            self._loop.end_step(Boundary(step, epoch), is_last=total is not None and step >= total)
         else:
             self._loop.look()
         self._loop.begin_step()
