@@ -59,6 +59,7 @@ class TrainerState:
             "results": {key: _result_state(result) for key, result in fit.epoch_loop._results.items()},
             "shown": {name: vars(trainer._logger_connector)[name] for name in SHOWN},
             "metrics": {name: _metric_state(metric) for name, metric in _metrics(module)},
+            "buffers": dict(module.named_buffers()),  # BatchNorm's differ by rank, and Lightning saves rank 0's
             "modes": {name: part.training for name, part in module.named_modules()},
             "trained": {name: parameter.requires_grad for name, parameter in module.named_parameters()},
             "gradients": {name: parameter.grad for name, parameter in gradients if parameter.grad is not None},
@@ -105,6 +106,8 @@ class TrainerState:
             fit.epoch_loop._results[key] = _result_of(trainer, fit.epoch_loop._results, result, owners)
         for name, values in state["metrics"].items():
             vars(owners[name]).update(values)
+        for name, buffer in module.named_buffers():
+            buffer.copy_(state["buffers"][name])
         for name, is_training in state["modes"].items():
             owners[name].training = is_training
         for name, parameter in module.named_parameters():
