@@ -64,44 +64,34 @@ class JobkitCallback(lightning.Callback):  # type: ignore[misc]
         self._trainer = trainer
         if trainer.world_size != self.ctx.world_size:
             raise UsageError(
-                f"Trainer(devices={trainer.num_devices}, num_nodes={trainer.num_nodes}) is for {trainer.world_size} "
-                f"rank(s), and {self.ctx.world_size} run: give it the `resources:` of the YAML, "
-                "tasks_per_node and nodes"
+                f"Trainer(devices={trainer.num_devices}, num_nodes={trainer.num_nodes}), and {self.ctx.world_size} "
+                "rank(s) run: give it tasks_per_node and nodes of the YAML's `resources:`"
             )
-        _use_logger(trainer, self.ctx)
+        others = [logger for logger in trainer.loggers if type(logger).__name__ != "TensorBoardLogger"]
+        trainer.loggers = [JobkitLogger(self.ctx), *others]
         files, process = trainer.strategy.checkpoint_io, trainer.strategy.process_dataloader
         load = files.load_checkpoint
-
-        def load_whole(path: Any, *arguments: Any, **options: Any) -> Any:
-            if str(path) == self.checkpoint:  # written by this run: hyperparameters may be any objects
-                options["weights_only"] = False
-            return load(path, *arguments, **options)
-
-        files.load_checkpoint = load_whole
+        # The run's own checkpoint is read whole: hyperparameters may be any objects.
+        files.load_checkpoint = lambda path, *more, **options: load(
+            path, *more, **options | ({"weights_only": False} if str(path) == self.checkpoint else {})
+        )
         trainer.strategy.process_dataloader = lambda loader: (
             ResumableLoader(process(loader)) if trainer.training else process(loader)
         )
         if (drill := self.ctx._loop.drill) is not None:
-            self._shorten(trainer, (drill.shorten or drill.steps) * trainer.accumulate_grad_batches)
-
-    def _shorten(self, trainer: Any, batches: int) -> None:
-        """For `jobkit verify`: cut epochs and intervals to so many batches."""
-        for name in ("limit_train_batches", "val_check_interval"):
-            if isinstance(value := getattr(trainer, name), int) or name == "limit_train_batches":
-                setattr(trainer, name, min(value, batches) if isinstance(value, int) else batches)
-        trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
-
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Refuse a run that would begin anew, or from another checkpoint."""
-        if (given := trainer.ckpt_path) != self.checkpoint and (given or self.checkpoint):
-            stands = f"continues from {self.checkpoint}" if self.checkpoint else "begins"
-            raise UsageError(
-                f"the run {stands}, and trainer.fit got ckpt_path={given!r}: write trainer.fit(..., "
-                "ckpt_path=job.checkpoint), and load weights to begin with into the module"
-            )
+            batches = (drill.shorten or drill.steps) * trainer.accumulate_grad_batches
+            limit, interval = trainer.limit_train_batches, trainer.val_check_interval
+            trainer.limit_train_batches = min(limit, batches) if type(limit) is int else batches
+            trainer.val_check_interval = min(interval, batches) if type(interval) is int else interval
+            trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Lightning has restored what its checkpoint holds."""
+        """Lightning has restored what its checkpoint holds. Raises UsageError where it read another one, or none."""
+        if (given := trainer.ckpt_path) != self.checkpoint and (given or self.checkpoint):
+            raise UsageError(
+                f"trainer.fit got ckpt_path={given!r}, and the run stands at step {self.ctx.step}: write trainer.fit("
+                "..., ckpt_path=job.checkpoint), and load weights to begin with into the module"
+            )
         loop = self.ctx._loop
         self._state = TrainerState(trainer, with_weights=loop.drill is not None)
         self.ctx.track(per_rank={"lightning": self._state})
@@ -113,7 +103,7 @@ class JobkitCallback(lightning.Callback):  # type: ignore[misc]
         self._total = int(total) if pl_module.automatic_optimization and 0 < total < math.inf else None
         self._watch()
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_start(self, *_: Any) -> None:
         """Lightning may have made loaders anew."""
         self._watch()
 
@@ -159,9 +149,3 @@ class JobkitCallback(lightning.Callback):  # type: ignore[misc]
 
     def _save(self, folder: Path) -> None:
         self._trainer.save_checkpoint(folder / FILE)
-
-
-def _use_logger(trainer: Any, ctx: Context) -> None:
-    """Put the run's logger in the place of TensorBoardLogger, and beside others."""
-    others = [logger for logger in trainer.loggers if type(logger).__name__ != "TensorBoardLogger"]
-    trainer.loggers = [JobkitLogger(ctx), *others]

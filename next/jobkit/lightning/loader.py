@@ -17,21 +17,19 @@ class ResumableLoader:
     """A loader with the attributes of the script's loader."""
 
     def __init__(self, loader: Any) -> None:
-        self.loader = loader
+        self._jobkit_loader = loader
 
     def __iter__(self) -> Iteration:
-        return Iteration(self.loader)
+        return Iteration(self._jobkit_loader)
 
     def __len__(self) -> int:
-        return len(self.loader)
+        return len(self._jobkit_loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # while it is unpickled
-            raise AttributeError(name)
-        return getattr(self.loader, name)
+        return getattr(vars(self)["_jobkit_loader"], name)
 
 
-class Iteration:
+class Iteration(Iterator[Any]):
     """One pass. Its number is drawn at the first batch: by then the generators of a resumed run are restored."""
 
     def __init__(self, loader: Any) -> None:
@@ -40,33 +38,27 @@ class Iteration:
         self._batches: Iterator[Any] = iter(())
         self._taken = 0
 
-    def __iter__(self) -> Iteration:
-        return self
-
     def __next__(self) -> Any:
         if self._pass is None:
-            self._begin(draw_base(), 0, None)
+            self.place({"base": draw_base(), "taken": 0, "sampler": None})
         batch = next(self._batches)
         self._taken += 1
         return batch
-
-    def _begin(self, base: int, first: int, sampler_state: Any) -> None:
-        self._pass = Pass(self._loader, base, first, sampler_state)
-        self._batches, self._taken = iter(self._pass), first
 
     def ids(self, ahead: int) -> list[int]:
         """Return the ids of the samples of the newest batch, `ahead` batches before what was fetched."""
         return self._pass.ids(self._taken - 1 - ahead) if self._pass is not None else []
 
     def state(self, ahead: int) -> dict[str, Any]:
-        """Return the place: `ahead` batches were fetched and not used."""
+        """Return the place: `ahead` batches were fetched and not used. Empty before the first batch."""
         if self._pass is None:
-            return {"base": None}
+            return {}
         return {"base": self._pass.base, "taken": self._taken - ahead, "sampler": self._pass.sampler_state}
 
     def place(self, state: Mapping[str, Any]) -> None:
         """Go on at a place."""
-        if state["base"] is None:
-            self._pass = None
+        if state:
+            self._pass = Pass(self._loader, state["base"], state["taken"], state["sampler"])
+            self._batches, self._taken = iter(self._pass), state["taken"]
         else:
-            self._begin(state["base"], state["taken"], state["sampler"])
+            self._pass = None

@@ -19,7 +19,7 @@ class JobkitLogger(lightning.loggers.logger.Logger):  # type: ignore[misc]
         super().__init__()
         self.save_dir = str(ctx.run_dir / "lightning")
         """ModelCheckpoint writes here, unless it has a `dirpath`."""
-        self.experiment = Experiment(ctx)
+        self.experiment = self
         self._ctx = ctx
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -29,12 +29,7 @@ class JobkitLogger(lightning.loggers.logger.Logger):  # type: ignore[misc]
     def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None:
         """They are in each checkpoint, and `params` in the run's config.yaml."""
 
-
-class Experiment:
-    """What `self.logger.experiment` gives to a module, as SummaryWriter has it. The step is the run's."""
-
-    def __init__(self, ctx: Context) -> None:
-        self._ctx = ctx
+    # For `self.logger.experiment.add_image(...)` of a module, as SummaryWriter has it. The step is the run's.
 
     def add_scalar(self, tag: str, scalar_value: Any, *_: Any, **__: Any) -> None:
         self._ctx.log({tag: scalar_value})

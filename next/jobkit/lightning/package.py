@@ -7,8 +7,13 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-IS_OLD_NAME = find_spec("lightning") is None or (
-    "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
-)
-lightning: Any = import_module("pytorch_lightning" if IS_OLD_NAME else "lightning.pytorch")
-environments: Any = import_module(f"lightning{'_' if IS_OLD_NAME else '.'}fabric.plugins.environments")
+from jobkit.errors import InputError
+
+if find_spec("lightning") is None and find_spec("pytorch_lightning") is None:
+    raise InputError("jobkit.lightning: Lightning is not installed here; pip install 'lightning>=2.6'")
+
+IS_LOADED = [name for name in ("lightning.pytorch", "pytorch_lightning") if name in sys.modules]
+NAME = (IS_LOADED or ["lightning.pytorch" if find_spec("lightning") else "pytorch_lightning"])[0]
+lightning: Any = import_module(NAME)
+FABRIC = NAME.replace("pytorch_lightning", "lightning_fabric").replace(".pytorch", ".fabric")
+environments: Any = import_module(f"{FABRIC}.plugins.environments")

@@ -10,7 +10,7 @@ Lightning's own ways to restart.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,10 +18,6 @@ import torch
 from jobkit.log import log
 
 SHOWN = ("_progress_bar_metrics", "_logged_metrics", "_callback_metrics", "_current_fx", "_first_loop_iter")
-META = (
-    *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph"),
-    *("add_dataloader_idx", "dataloader_idx", "metric_attribute"),
-)
 RESULT = ("value", "cumulated_batch_size", "has_reset", "_forward_cache", "_computed", "_update_count")
 
 
@@ -58,7 +54,7 @@ class TrainerState:
             "places": [iteration.state(self._ahead) for iteration in cycle.iterators],
             "results": {key: _result_state(result) for key, result in fit.epoch_loop._results.items()},
             "shown": {name: vars(trainer._logger_connector)[name] for name in SHOWN},
-            "metrics": {name: _metric_state(metric) for name, metric in _metrics(module)},
+            "metrics": _metric_states(module),
             "buffers": dict(module.named_buffers()),  # BatchNorm's differ by rank, and Lightning saves rank 0's
             "modes": {name: part.training for name, part in module.named_modules()},
             "trained": {name: parameter.requires_grad for name, parameter in module.named_parameters()},
@@ -66,10 +62,7 @@ class TrainerState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["world_size"] == self.trainer.world_size and "loops" in state:
-            self.saved = state
-        elif self.trainer.is_global_zero:
-            log.warning("another number of ranks: the samples of the epoch under way are no longer exact")
+        self.saved = state if "loops" in state else None
 
     @property
     def _ahead(self) -> int:
@@ -93,12 +86,14 @@ class TrainerState:
         trainer.should_stop = state["should_stop"]
         fit._last_train_dl_reload_epoch = state["reloaded"]
         fetcher, cycle = fit._data_fetcher, fit._combined_loader._iterator
-        vars(cycle).update(state["cycle"])
-        for iteration, place in zip(cycle.iterators, state["places"], strict=True):
-            iteration.place(place)
+        if state["world_size"] == trainer.world_size:
+            for iteration, place in zip(cycle.iterators, state["places"], strict=True):
+                iteration.place(place)
+        elif trainer.is_global_zero:
+            log.warning("another number of ranks: the samples of the epoch under way are no longer exact")
         if state["ahead"]:
             fetcher.batches = [next(fetcher.iterator) for _ in range(state["ahead"])]
-            vars(cycle).update(state["cycle"])
+        vars(cycle).update(state["cycle"])
         fetcher.fetched, fetcher.done = state["fetched"], state["done"]
         vars(trainer._logger_connector).update(state["shown"])
         owners: dict[str, Any] = dict(module.named_modules())
@@ -106,6 +101,7 @@ class TrainerState:
             fit.epoch_loop._results[key] = _result_of(trainer, fit.epoch_loop._results, result, owners)
         for name, values in state["metrics"].items():
             vars(owners[name]).update(values)
+            owners[name].to(trainer.strategy.root_device)
         for name, buffer in module.named_buffers():
             buffer.copy_(state["buffers"][name])
         for name, is_training in state["modes"].items():
@@ -127,9 +123,10 @@ def _load_progress(loop: Any, state: Mapping[str, Any], prefix: str) -> None:
 def _result_state(result: Any) -> dict[str, Any]:
     """Return what self.log has added up under a name; of a metric of torchmetrics the module has the state."""
     names = RESULT if result.is_tensor else RESULT[2:]
+    meta = {name: value for name, value in vars(result.meta).items() if name not in ("reduce_fx", "_sync")}
     return {
         "is_tensor": result.is_tensor,
-        "meta": {name: getattr(result.meta, name) for name in META} | {"reduce_fx": result.meta.reduce_fx.__name__},
+        "meta": meta | {"reduce_fx": result.meta.reduce_fx.__name__},
         "sync": {"_should": result.meta.sync.should, "rank_zero_only": result.meta.sync.rank_zero_only},
         "values": {name: vars(result)[name] for name in names if name in vars(result)},
     }
@@ -140,22 +137,17 @@ def _result_of(trainer: Any, results: Any, state: Mapping[str, Any], owners: Map
     meta = classes._Metadata(**state["meta"])
     meta.sync = classes._Sync(fn=trainer.strategy.reduce, **state["sync"])
     result = classes._ResultMetric(meta, state["is_tensor"])
-    vars(result).update({name: _moved(value, trainer.strategy.root_device) for name, value in state["values"].items()})
+    vars(result).update(state["values"])
+    result.to(trainer.strategy.root_device)
     if not state["is_tensor"] and meta.metric_attribute in owners:
         result.value = owners[meta.metric_attribute]
     return result
 
 
-def _moved(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, torch.Tensor) else value
-
-
-def _metrics(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the metrics of torchmetrics, whose state is no part of a state_dict."""
-    for name, part in module.named_modules():
-        if hasattr(part, "_defaults") and hasattr(part, "_update_count"):
-            yield name, part
-
-
-def _metric_state(metric: Any) -> dict[str, Any]:
-    return {name: getattr(metric, name) for name in (*metric._defaults, "_update_count", "_computed", "_forward_cache")}
+def _metric_states(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the states of the metrics of torchmetrics, which are no part of a state_dict."""
+    return {
+        name: {key: vars(part)[key] for key in (*part._defaults, "_update_count", "_computed", "_forward_cache")}
+        for name, part in module.named_modules()
+        if hasattr(part, "_defaults") and hasattr(part, "_update_count")
+    }
