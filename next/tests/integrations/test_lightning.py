@@ -100,7 +100,6 @@ def test_a_trainer_that_does_not_fit_the_run_is_refused(tmp_path: Path) -> None:
     made.write("script.py", SCRIPT.replace("script(ctx)", "script(ctx, devices=2)"))
     code, output = finish(start(made, "0"))
     assert (code, "tasks_per_node" in output, output.count("Traceback")) == (1, True, 0), output
-    made.write("script.py", SCRIPT.replace("ctx.finish(", "(_ := script(ctx)); ctx.finish("))
     trainer = "import lightning_task; fit = lightning_task.L.Trainer.fit\n"
     twice = "lightning_task.L.Trainer.fit = lambda *a, **k: (fit(*a, **k), fit(*a, **k))\n"
     made.write("script.py", trainer + twice + SCRIPT)
