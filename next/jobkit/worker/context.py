@@ -328,8 +328,9 @@ class Context:
 
         The first call is at the step where the run stands, ctx.step, before the next one. Each later call saves and
         stops as ctx.steps does. `save(folder)` is called on all ranks where a checkpoint is written; another attempt
-        finds its files in ctx.checkpoint. `evaluates`: an evaluation is part of the next step; a stop within it, at
-        another call with this `step`, goes back to here. Raises Stopped, and UsageError where steps go down.
+        finds its files in ctx.checkpoint. `epoch`, from 0, tells `jobkit verify` where epochs end. `evaluates`: an
+        evaluation is part of the next step; a stop within it, at another call with this `step`, goes back to here.
+        Raises Stopped, and UsageError where steps go down, or go on beyond those of a verification.
         """
         step = int(step)
         is_last = total is not None and step >= total
@@ -346,6 +347,11 @@ class Context:
                 self._loop.hold()
         elif step < self.step:
             raise UsageError(f"ctx.boundary({step}): {self.step} steps are done; steps only go up")
+        elif (drill := self._loop.drill) is not None and step > drill.steps:
+            raise UsageError(
+                f"jobkit verify takes {drill.steps} steps, and this loop goes on: give the command a value with which "
+                f"it ends, as steps={drill.steps}, or write one under `verify: {{params: ...}}` of the YAML"
+            )
         elif step > self.step:
             self._loop.end_step(Boundary(step, epoch), is_last=is_last, due=evaluates)
         else:

@@ -378,7 +378,7 @@ class Loop:
         if item is None or item.kind not in ("memory", "disk"):
             return
         if item.at - 1 == self.boundary.step:
-            if item.kind == "disk" or self._checkpoints.write_files is not None:
+            if item.kind == "disk" or self._tracked.has_files:  # no snapshot holds a framework's own files
                 self._checkpoints.write(self._checkpoints.stage(self.boundary), wait=True)
             else:
                 self._checkpoints.snapshot(self.boundary, decision.least_complete)
