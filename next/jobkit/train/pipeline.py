@@ -138,14 +138,9 @@ class Pipeline(nn.Module):
             stage.broadcast_buffers = False
 
     @property
-    def _plain(self) -> Any:
-        """The stage without DDP, whose forward would wait for a backward pass."""
+    def own_stage(self) -> Any:
+        """The stage without DDP, whose forward would wait for a backward pass: the model, for a checkpoint."""
         return self.stage.module if isinstance(self.stage, DistributedDataParallel) else self.stage
-
-    @property
-    def own_stage(self) -> nn.Module:
-        """The stage as it is spread: for a checkpoint it is the model on this rank."""
-        return self.stage
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Return the whole model's output on every rank of the pipeline. Raises UsageError where gradients are on."""
@@ -158,7 +153,7 @@ class Pipeline(nn.Module):
         if len(inputs) == 1 and isinstance(inputs[0], tuple):
             (inputs,) = inputs  # the only input of an nn.Sequential's first block
         self._names = tuple(named)
-        self._plain.names = self._names if self.index == 0 else ()
+        self.own_stage.names = self._names if self.index == 0 else ()
         return _checked((*inputs, *named.values()), "an input is")
 
     def _through(self, value: Any) -> tuple[Any, Any, Any]:
@@ -167,7 +162,7 @@ class Pipeline(nn.Module):
         for number in range(self.stages):
             if number == self.index:
                 before = _tensors(value)
-                value = self._plain(*before)
+                value = self.own_stage(*before)
                 after = _tensors(value)
             parts: Sequence[Tensor] = _tensors(value)
             box: list[Any] = [isinstance(value, tuple), [(x.shape, x.dtype, x.requires_grad) for x in parts]]

@@ -79,7 +79,7 @@ def make(ranks: RankGroup, model: nn.Module, stages: int | None = None, microbat
 
 
 def gradients(module: nn.Module) -> dict[str, Any]:
-    module = module._plain if isinstance(module, Pipeline) else module
+    module = module.own_stage if isinstance(module, Pipeline) else module
     return {name: p.grad.numpy().copy() for name, p in module.named_parameters() if p.grad is not None}
 
 
