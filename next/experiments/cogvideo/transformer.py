@@ -16,8 +16,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import jobkit
 
-class VideoTransformer(nn.Sequential):
+
+class VideoTransformer(jobkit.Blocks):
     """Velocity of latents [N, channels, T, H, W] at noise steps t int64 [N], given text embeddings [N, L, text].
 
     A token has `dim` features, dim / heads of them in each head, and stands for patch x patch positions of a latent
@@ -36,11 +38,6 @@ class VideoTransformer(nn.Sequential):
             self.add_module(f"block_{i}", Block(dim, heads, time, recompute))
         self.velocity = Velocity(channels, dim, time, patch)
         self.init_weights()
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        for block in self:
-            inputs = block(*inputs)
-        return inputs
 
     def init_weights(self) -> None:
         """torch's own initial weights, and zeros where a block must begin as the identity."""

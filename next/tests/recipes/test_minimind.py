@@ -33,9 +33,8 @@ def recipe_project(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_full_model_has_63_9_million_parameters() -> None:
-    full = OmegaConf.load(NEXT / "experiments/minimind.yaml").params.model
     with torch.device("meta"):
-        net = MiniMind(**full)
+        net = MiniMind(**OmegaConf.load(NEXT / "experiments/minimind.yaml").params.model)
     assert sum(parameter.numel() for parameter in net.parameters()) == 63_912_192
 
 
