@@ -71,8 +71,6 @@ def backward(
     Raises UsageError for a share that the global batch has no room for.
     """
     size = batch_size(inputs)
-    if micro_batch_size is not None and micro_batch_size < 1:
-        raise UsageError(f"ctx.backward: micro_batch_size is {micro_batch_size}, and must be at least 1, or None")
     if global_batch_size is None:
         global_batch_size = size * data_ranks
     largest = math.ceil(global_batch_size / data_ranks)

@@ -215,7 +215,8 @@ class Spread:
 
                 optimizer: torch.optim.Optimizer = Zero1(groups, make, self.data_group, options)
             else:
-                optimizer = make(groups if len(groups) > 1 else trainable, **options)
+                # A frozen stage has groups without parameters.
+                optimizer = make(groups if len(groups) > 1 or self.stages is not None else trainable, **options)
         except (TypeError, ValueError) as error:
             name = getattr(make, "__name__", type(make).__name__)
             takes = ", ".join(list(inspect.signature(make).parameters)[1:])
@@ -241,7 +242,7 @@ class Spread:
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """Return the 2-norm of all gradients of the model, a float32 scalar, the same on every rank."""
-        return gradient_norm(parameters, self.stages)
+        return gradient_norm(parameters, self.stages, device=self.device)
 
     @contextmanager
     def unsynchronised(self, model: nn.Module) -> Iterator[None]:

@@ -59,6 +59,8 @@ class Step:
                 "batches give ((inputs, ...), target)"
             )
         inputs, target = batch
+        if micro_batch_size is not None and micro_batch_size < 1:
+            raise UsageError(f"ctx.backward: micro_batch_size is {micro_batch_size}, and must be at least 1, or None")
         if global_batch_size is None:
             global_batch_size = self._loaders_batch_size(batch_size(inputs))
         scale = self.scaler.begin(lambda: _has_gradients(model)) if self.scaler is not None else 1.0
