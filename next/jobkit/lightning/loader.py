@@ -39,8 +39,8 @@ class Iteration(Iterator[Any]):
 
     def __next__(self) -> Any:
         if self._pass is None:
-            self._begin(Pass(self._loader, draw_base()))
-        assert self._pass is not None
+            self._pass = Pass(self._loader, draw_base())
+            self._batches = iter(self._pass)
         batch = next(self._batches)
         self._pass.taken += 1
         return batch
@@ -53,12 +53,15 @@ class Iteration(Iterator[Any]):
         """Return the place: `ahead` batches were fetched and not used. Empty before the first batch."""
         if self._pass is None:
             return {}
-        return {"base": self._pass.base, **self._pass.state_dict(), "taken": self._pass.taken - ahead}
+        # A stream is read again: its state is that of another batch than the place.
+        place = {"base": self._pass.base, "taken": self._taken - ahead, "stream": None}
+        return self._pass.state_dict() | place
 
     def place(self, state: Mapping[str, Any]) -> None:
         """Go on at a place."""
         if state:
-            self._begin(Pass(self._loader, state["base"], state))
+            self._pass = Pass(self._loader, state["base"], state)
+            self._batches, self._taken = iter(self._pass), state["taken"]
         else:
             self._pass = None
 

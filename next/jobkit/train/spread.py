@@ -309,8 +309,8 @@ class GradientOrders:
 
 
 @contextmanager
-def independent_forwards(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Within it, a forward of DDP modules is no collective, and all ranks have rank 0's buffers in all modules.
+def independent_forwards(modules: Iterable[nn.Module], group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Within it, a forward of DDP modules is no collective, and all ranks of a group have its first rank's buffers.
 
     So the ranks may make different numbers of forwards, and a batch has the same result on each of them.
     """
@@ -324,8 +324,8 @@ def independent_forwards(modules: Iterable[nn.Module]) -> Iterator[None]:
     buffers = [buffer for buffer in present if several and buffer.is_floating_point() and buffer.itemsize > 1]
     kept = [buffer.clone() for buffer in buffers]
     if buffers:
-        group = dist.distributed_c10d._get_default_group()
-        dist._broadcast_coalesced(group, buffers, 250 << 20, 0)  # type: ignore[attr-defined]
+        ranks = group or dist.distributed_c10d._get_default_group()
+        dist._broadcast_coalesced(ranks, buffers, 250 << 20, 0)  # type: ignore[attr-defined]
     try:
         for module in ddp:
             module.broadcast_buffers = False

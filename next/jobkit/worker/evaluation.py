@@ -137,7 +137,9 @@ class Evaluator:
                 raise
 
         # A tracked module that ctx.parallelize did not make may be an average of the weights, with averaged buffers.
-        with independent_forwards([*self._spread.modules, *self._tracked.shared_modules]):
+        # Stages of a pipeline have buffers of their own.
+        alike = spread.data_group if spread.stages is not None else None
+        with independent_forwards([*spread.modules, *self._tracked.shared_modules], alike):
             if together:  # the other ranks wait in a forward: an error of this one ends the attempt
                 compute()
             else:

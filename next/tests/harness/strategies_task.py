@@ -36,7 +36,7 @@ def train(ctx: jobkit.Context) -> dict[str, float]:
     data = torch.utils.data.TensorDataset(x, x.sin())
     model = ctx.parallelize(Net())
     optimizer = ctx.optimizer(model, jobkit.optim.EmaAdamW, lr=0.01)
-    scheduler = jobkit.schedule(optimizer, "cosine", steps=ctx.params.steps, warmup=2)
+    scheduler = jobkit.schedule.cosine(optimizer, steps=ctx.params.steps, warmup=2)
     loader = ctx.loader(data, global_batch_size=16)
     ctx.track(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
 

@@ -24,6 +24,7 @@ from torch.utils.data import (
     RandomSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    get_worker_info,
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 from tqdm import tqdm
@@ -46,7 +47,7 @@ class Noisy(Dataset[torch.Tensor]):
 
 
 class Stream(IterableDataset[torch.Tensor]):
-    """Noisy samples of some numbers; `shard` as Hugging Face's streams have it."""
+    """Noisy samples of some numbers, divided over the workers; `shard` as Hugging Face's streams have it."""
 
     def __init__(self, numbers: range = range(LENGTH), num_shards: int = 1) -> None:
         self.numbers, self.num_shards = numbers, num_shards
@@ -55,7 +56,8 @@ class Stream(IterableDataset[torch.Tensor]):
         return type(self)(self.numbers[index::num_shards], self.num_shards // num_shards)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        for number in self.numbers:
+        info = get_worker_info()
+        for number in self.numbers if info is None else self.numbers[info.id :: info.num_workers]:
             yield torch.tensor([number, random.random(), torch.rand(()).item()])
 
 
