@@ -17,12 +17,7 @@ from omegaconf import OmegaConf
 from scipy.linalg import sqrtm
 
 import jobkit
-from experiments.imagenet64.data import PackedImages, fingerprint, pack, write_png
-from experiments.imagenet64.discrete import DiscreteFlowMatching
-from experiments.imagenet64.fid import frechet_distance, gaussian, inception, sums_of
-from experiments.imagenet64.flow import SOLVERS, FlowMatching, guided, integrate, random_times
-from experiments.imagenet64.train import withheld
-from experiments.imagenet64.unet import UNet, load_initial
+from experiments.imagenet64 import data, discrete, fid, flow, train, unet
 from jobkit.run.load import load
 
 ROOT = Path(__file__).parents[2]
@@ -45,41 +40,41 @@ def test_the_full_recipe_is_the_published_model(monkeypatch: pytest.MonkeyPatch)
     config = load(ROOT / "experiments/imagenet64.yaml").config
     assert config.params["data"] == "/data/train_blurred_64/box" and config.resources.world_size == 64
     with torch.device("meta"):
-        weights = UNet(3, 1000, **config.params["unet"]).state_dict()
+        weights = unet.UNet(3, 1000, **config.params["unet"]).state_dict()
     assert len(weights) == 541 and sum(weight.numel() for weight in weights.values()) == 295_900_035
     assert weights["input_blocks.5.1.qkv.weight"].shape == (3 * 384, 384, 1)
 
 
 def test_fine_tuning_begins_with_published_weights_and_keeps_new_classes(tmp_path: Path) -> None:
-    published, file = UNet(1, 10, **UNET), str(tmp_path / "checkpoint.pth")
+    published, file = unet.UNet(1, 10, **UNET), str(tmp_path / "checkpoint.pth")
     torch.save({"model": published.state_dict(), "args": argparse.Namespace(lr=1e-4)}, file)
-    load_initial(net := UNet(1, 3, **UNET), file)
+    unet.load_initial(net := unet.UNet(1, 3, **UNET), file)
     assert torch.equal(net.middle_block[1].qkv.weight, published.middle_block[1].qkv.weight)
     with pytest.raises(jobkit.UsageError, match=r"params\.init_from.*size mismatch"):
-        load_initial(UNet(1, 10, **{**UNET, "width": 16}), file)
+        unet.load_initial(unet.UNet(1, 10, **{**UNET, "width": 16}), file)
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("solver", flow.SOLVERS)
 def test_solvers_integrate_a_known_field(solver: str) -> None:
-    end = integrate(lambda x, t: 2 * t[:, None] + 0 * x, torch.ones(2, 1), solver, steps=4)  # to 1 + t^2
+    end = flow.integrate(lambda x, t: 2 * t[:, None] + 0 * x, torch.ones(2, 1), solver, steps=4)  # to 1 + t^2
     torch.testing.assert_close(end, torch.full_like(end, 1.75 if solver == "euler" else 2.0))
 
 
 def test_paths_guidance_times_and_withheld_labels() -> None:
     image = torch.full((1, 1, 1, 1), 255, dtype=torch.uint8)
-    x_t, velocity = FlowMatching().path(image, torch.full((1, 1, 1, 1), -3.0), torch.tensor([0.25]))
+    x_t, velocity = flow.FlowMatching().path(image, torch.full((1, 1, 1, 1), -3.0), torch.tensor([0.25]))
     assert (x_t.item(), velocity.item()) == (-2.0, 4.0)
-    net = UNet(1, 10, **UNET)
+    net = unet.UNet(1, 10, **UNET)
     net.forward = lambda x, t, label: x + label.float()[:, None, None, None]  # type: ignore[method-assign]
-    output = guided(net, torch.tensor([4]), 0.5)(torch.zeros(1, 1, 1, 1), torch.zeros(1))
+    output = flow.guided(net, torch.tensor([4]), 0.5)(torch.zeros(1, 1, 1, 1), torch.zeros(1))
     assert output.item() == 1.5 * 4 - 0.5 * net.null_label
-    assert random_times(10_000, torch.device("cpu"), skewed=True).median().item() == pytest.approx(0.769, abs=0.02)
-    mask = withheld(64_000, 0.2, 32, torch.device("cpu")).unflatten(0, (-1, 32))
+    assert flow.random_times(10_000, torch.device("cpu"), skewed=True).median().item() == pytest.approx(0.769, abs=0.02)
+    mask = train.withheld(64_000, 0.2, 32, torch.device("cpu")).unflatten(0, (-1, 32))
     assert (mask.all(1) | ~mask.any(1)).all() and mask.float().mean().item() == pytest.approx(0.2, abs=0.05)
 
 
 def test_discrete_paths_hide_tokens_and_a_perfect_network_draws_the_image() -> None:
-    method, image = DiscreteFlowMatching(17), torch.arange(0, 256, 16, dtype=torch.uint8).view(1, 1, 4, 4)
+    method, image = discrete.DiscreteFlowMatching(17), torch.arange(0, 256, 16, dtype=torch.uint8).view(1, 1, 4, 4)
     hidden, tokens = method.path(image, torch.linspace(0, 0.99, 16).view(1, 1, 4, 4), torch.tensor([0.5]))
     assert (hidden == 17).sum() == 8 and torch.equal(hidden[hidden != 17], tokens[hidden != 17])
     network = method.network(1, 10, UNET)  # type: ignore[arg-type]
@@ -92,25 +87,25 @@ def test_discrete_paths_hide_tokens_and_a_perfect_network_draws_the_image() -> N
 
 def test_frechet_distance_is_the_formula_and_sums_of_parts_add_up() -> None:
     features = torch.randn(2, 50, 6) * torch.linspace(1, 3, 6) + torch.tensor([0.0, 0.5])[:, None, None]
-    one, other = (gaussian(sums_of(part[:20]) + sums_of(part[20:])) for part in features)
+    one, other = (fid.gaussian(fid.sums_of(part[:20]) + fid.sums_of(part[20:])) for part in features)
     a, b = features.double().numpy()
     root = sqrtm(np.cov(a.T) @ np.cov(b.T)).real
     expected = ((a.mean(0) - b.mean(0)) ** 2).sum() + np.trace(np.cov(a.T) + np.cov(b.T) - 2 * root)
-    assert frechet_distance(*one, *other) == pytest.approx(expected, rel=1e-9)
+    assert fid.frechet_distance(*one, *other) == pytest.approx(expected, rel=1e-9)
     with pytest.raises(jobkit.UsageError, match=r"params\.inception=PATH"):  # no other distance takes FID's name
-        inception("")
+        fid.inception("")
 
 
 def test_images_are_packed_once_and_wrong_ones_are_refused(tmp_path: Path) -> None:
     box = tmp_path / "box"
     for number in range(5):
-        write_png(box / "ab"[number % 2] / f"{number}.png", torch.full((1, 4, 4), number, dtype=torch.uint8))
-    images = PackedImages(packed := pack(box, 4, 1))
+        data.write_png(box / "ab"[number % 2] / f"{number}.png", torch.full((1, 4, 4), number, dtype=torch.uint8))
+    images = data.PackedImages(packed := data.pack(box, 4, 1))
     assert images.classes == ["a", "b"] and [int(images[i][0].max()) for i in range(5)] == [0, 2, 4, 1, 3]
     with pytest.raises(jobkit.UsageError, match="4 x 4 pixels, expected 8 x 8"):
-        pack(box, 8, 1)
+        data.pack(box, 8, 1)
     (box / "c").mkdir()
-    assert fingerprint(box, 4, 1) != packed.name
+    assert data.fingerprint(box, 4, 1) != packed.name
 
 
 def test_a_run_measures_fid_its_samples_score_the_same_and_it_verifies(tmp_path: Path, no_process_left: None) -> None:
@@ -127,8 +122,7 @@ def test_a_run_measures_fid_its_samples_score_the_same_and_it_verifies(tmp_path:
     def run(*words: str) -> Launch:
         return project.launch(json.loads(project.jobkit("submit", *words, "--local", "--json").stdout)["dir"])
 
-    trained = run(recipe, *tiny, "params.steps=3")
-    expected = result(trained)  # of averaged weights, as final/ holds them
+    expected = result(trained := run(recipe, *tiny, "params.steps=3"))  # of averaged weights, as final/ holds them
     assert points(trained, "samples") == points(trained, "validation/loss") == [0, 3]
     scores = result(run(sampling, *params(f"run={trained.run.path} samples=20 batch=20 fid=true solver_steps=1")))
     assert 0 <= scores.pop("recognised") <= 1
