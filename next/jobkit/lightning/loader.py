@@ -36,29 +36,30 @@ class Iteration(Iterator[Any]):
         self._loader = loader
         self._pass: Pass | None = None
         self._batches: Iterator[Any] = iter(())
-        self._taken = 0
 
     def __next__(self) -> Any:
         if self._pass is None:
-            self.place({"base": draw_base(), "taken": 0, "sampler": None})
+            self._pass = Pass(self._loader, draw_base())
+            self._batches = iter(self._pass)
         batch = next(self._batches)
-        self._taken += 1
+        self._pass.taken += 1
         return batch
 
     def ids(self, ahead: int) -> list[int]:
         """Return the ids of the samples of the newest batch, `ahead` batches before what was fetched."""
-        return self._pass.ids(self._taken - 1 - ahead) if self._pass is not None else []
+        return self._pass.ids(self._pass.taken - 1 - ahead) if self._pass is not None else []
 
     def state(self, ahead: int) -> dict[str, Any]:
-        """Return the place: `ahead` batches were fetched and not used. Empty before the first batch."""
+        """Return the place: `ahead` batches, 0 or 1, were fetched and not used. Empty before the first batch."""
         if self._pass is None:
             return {}
-        return {"base": self._pass.base, "taken": self._taken - ahead, "sampler": self._pass.sampler_state}
+        state = self._pass.state_dict()
+        state["taken"] -= ahead
+        if not ahead:  # a stream's own state is that before the newest batch; without it the stream is read again
+            state["stream"] = None
+        return {"base": self._pass.base, "state": state}
 
-    def place(self, state: Mapping[str, Any]) -> None:
+    def place(self, place: Mapping[str, Any]) -> None:
         """Go on at a place."""
-        if state:
-            self._pass = Pass(self._loader, state["base"], state["taken"], state["sampler"])
-            self._batches, self._taken = iter(self._pass), state["taken"]
-        else:
-            self._pass = None
+        self._pass = Pass(self._loader, place["base"], place["state"]) if place else None
+        self._batches = iter(self._pass or ())
