@@ -50,20 +50,16 @@ class Iteration(Iterator[Any]):
         return self._pass.ids(self._pass.taken - 1 - ahead) if self._pass is not None else []
 
     def state(self, ahead: int) -> dict[str, Any]:
-        """Return the place: `ahead` batches were fetched and not used. Empty before the first batch."""
+        """Return the place: `ahead` batches, 0 or 1, were fetched and not used. Empty before the first batch."""
         if self._pass is None:
             return {}
-        # A stream is read again: its state is that of another batch than the place.
-        place = {"base": self._pass.base, "taken": self._taken - ahead, "stream": None}
-        return self._pass.state_dict() | place
+        state = self._pass.state_dict()
+        state["taken"] -= ahead
+        if not ahead:  # a stream's own state is that before the newest batch; without it the stream is read again
+            state["stream"] = None
+        return {"base": self._pass.base, "state": state}
 
-    def place(self, state: Mapping[str, Any]) -> None:
+    def place(self, place: Mapping[str, Any]) -> None:
         """Go on at a place."""
-        if state:
-            self._pass = Pass(self._loader, state["base"], state)
-            self._batches, self._taken = iter(self._pass), state["taken"]
-        else:
-            self._pass = None
-
-    def _begin(self, new: Pass) -> None:
-        self._pass, self._batches = new, iter(new)
+        self._pass = Pass(self._loader, place["base"], place["state"]) if place else None
+        self._batches = iter(self._pass or ())

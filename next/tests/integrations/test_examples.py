@@ -76,3 +76,10 @@ def test_an_example_is_exact(tmp_path: Path, example: str, ranks: int, params: s
     assert report["equal"], report
     assert set(report["missing"]) <= {"evaluation", "epoch end"}, report
     assert not any("logged values" in line for line in report["lines"] if "not seen" in line), report
+
+
+def test_a_loop_that_goes_on_beyond_the_steps_of_a_verification_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(EXAMPLES / "plain", tmp_path, dirs_exist_ok=True)
+    made = Project(tmp_path, yaml="name: plain\ntask: train:train\nparams: {max_iters: 12}\n", plain=False)
+    done = made.jobkit("verify", str(made.yaml), "--local", "--steps", "8", check=False)
+    assert (done.returncode, "steps=8" in done.stderr) == (1, True), done.stderr
