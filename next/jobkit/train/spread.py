@@ -201,14 +201,14 @@ class Spread:
     ) -> torch.optim.Optimizer:
         """Return `make(parameters, **options)` for the model's trainable parameters. Raises UsageError.
 
-        torch's kernels for many tensors take DTensors of one mesh at a time: each mesh has a group of parameters, the
-        same groups on all stages.
+        torch's kernels for many tensors take DTensors of one mesh at a time: with `tensor` what the plan divides has a
+        group of its own, on any number of ranks.
         """
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        meshes = sorted({_mesh_of(parameter) for parameter in trainable})
-        if self.stages is not None:
-            meshes = sorted({mesh for other in self.ranks.gather(meshes) for mesh in other})
-        groups = [{"params": [p for p in trainable if _mesh_of(p) == mesh]} for mesh in meshes]
+        parts = [trainable]
+        if self._config.parallel.tensor != 1:
+            parts = [[item for item in trainable if _is_divided(item) == divided] for divided in (False, True)]
+        groups = [{"params": part} for part in parts]
         try:
             if self._config.parallel.data == "zero1" and self.data_size > 1:
                 from jobkit.train.zero1 import Zero1
@@ -284,10 +284,9 @@ class Spread:
         return [tensor.detach() for tensor in tensors if tensor.is_floating_point()]
 
 
-def _mesh_of(parameter: nn.Parameter) -> tuple[str, ...]:
-    """Return the axes of the mesh that a parameter is spread over; none for a plain tensor."""
-    data = parameter.data
-    return tuple(data.device_mesh.mesh_dim_names or ()) if isinstance(data, DTensor) else ()
+def _is_divided(parameter: nn.Parameter) -> bool:
+    """Return whether the ranks of a tensor group have parts of a parameter."""
+    return isinstance(parameter.data, DTensor) and "tensor" in (parameter.data.device_mesh.mesh_dim_names or ())
 
 
 class GradientOrders:

@@ -15,7 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import jobkit
-from jobkit.errors import Stopped
+import jobkit.train.compression
+import jobkit.train.pipeline
+import jobkit.train.sharding
+import jobkit.train.zero1  # here, so that forked ranks have them
+from jobkit.checkpoint.export import whole_weights
 from jobkit.group import RankGroup
 from jobkit.run import records
 from jobkit.run.records import Lease
@@ -31,17 +35,19 @@ Weights = dict[str, Any]
 TOLERANCE = 2e-6
 """Largest difference of a weight from that of one process: sums in another order."""
 
-STRATEGIES: dict[str, dict[str, Any]] = {
+ON_TWO: dict[str, dict[str, Any]] = {
     "ddp": {},
     "zero1": {"data": "zero1"},
     "zero2": {"data": "zero2"},
-    "zero3": {"data": "zero3"},
     "zero3 offloaded": {"data": "zero3", "offload": True},
-    "hsdp": {"data": "hsdp", "shards": 2},
     "tensor": {"tensor": "all"},
+    "pipeline": {"pipeline": "all"},
+}
+ON_FOUR: dict[str, dict[str, Any]] = {
+    "zero3": {"data": "zero3"},
+    "hsdp": {"data": "hsdp", "shards": 2},
     "ddp x tensor": {"tensor": 2},
     "zero3 x tensor": {"data": "zero3", "tensor": 2},
-    "pipeline": {"pipeline": "all"},
     "ddp x pipeline": {"pipeline": 2},
     "zero1 x pipeline": {"data": "zero1", "pipeline": 2},
     "zero2 x pipeline": {"data": "zero2", "pipeline": 2},
@@ -77,8 +83,8 @@ class Attempt:
         environ = {} if slots is None else {SLOTS_VARIABLE: f"{slots[0]},{slots[1]}"}
         self.ctx = Context(self.rank, Joined(torch.device("cpu"), RankGroup.of_world()), environ)
 
-    def train(self, *, stop_at: int = 0, die_at: int = 0, steps: int = STEPS) -> Weights | None:
-        """Return the final weights on rank 0; None where the attempt was stopped, or left as by a kill."""
+    def train(self, *, die_at: int = 0, steps: int = STEPS) -> Weights | None:
+        """Return the final weights on rank 0; None where the attempt was left as by a kill."""
         ctx = self.ctx
         torch.manual_seed(0)
         model = ctx.parallelize(Net(*[Block() for _ in range(4)]))
@@ -86,40 +92,26 @@ class Attempt:
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
         ctx.track(model=model, optimizer=optimizer, scheduler=scheduler)
         share, ranks = ctx._spread.data_rank, ctx._spread.data_size
-        try:
-            for step in ctx.steps(steps):
-                if die_at and step == die_at:
-                    ctx._checkpointer.snapshots.wait()
-                    return None
-                generator = torch.Generator().manual_seed(step)
-                x, y = torch.randn(2, BATCH, WIDTH, generator=generator).unbind()
-                part = slice(BATCH * share // ranks, BATCH * (share + 1) // ranks)
-                micro = None if ctx._spread.stages is not None else 2
-                batch = (x[part], y[part])
-                loss = ctx.backward(
-                    model, batch, nn.functional.mse_loss, micro_batch_size=micro, global_batch_size=BATCH
-                )
-                ctx.update(optimizer, max_norm=0.5)
-                scheduler.step()
-                if step + 1 == stop_at:
-                    self.rank.page.ask_to_stop()
-        except Stopped:
-            ctx.close()
-            return None
-        with ctx.averaged(optimizer):
-            averaged = {name: tensor.clone() for name, tensor in _whole(ctx, model).items()}
+        for step in ctx.steps(steps):
+            if die_at and step == die_at:
+                ctx._checkpointer.snapshots.wait()
+                ctx._checkpointer.wait()
+                return None
+            generator = torch.Generator().manual_seed(step)
+            x, y = torch.randn(2, BATCH, WIDTH, generator=generator).unbind()
+            part = slice(BATCH * share // ranks, BATCH * (share + 1) // ranks)
+            micro = None if ctx._spread.stages is not None else 2
+            batch = (x[part], y[part])
+            loss = ctx.backward(model, batch, nn.functional.mse_loss, micro_batch_size=micro, global_batch_size=BATCH)
+            ctx.update(optimizer, max_norm=0.5)
+            scheduler.step()
+        weights, _ = whole_weights(model, ctx._ranks)
         ctx.finish({"loss": loss.item()})
         if not ctx.is_main:
             return {}
-        weights = load_file(ctx.run_dir / "final" / "model.safetensors")
-        both = {**weights, **{f"average {name}": tensor for name, tensor in averaged.items()}}
+        averages = load_file(ctx.run_dir / "final" / "model.safetensors")
+        both = {**weights, **{f"average {name}": tensor for name, tensor in averages.items()}}
         return {name: tensor.numpy() for name, tensor in both.items()}
-
-
-def _whole(ctx: Context, model: nn.Module) -> dict[str, Tensor]:
-    from jobkit.checkpoint.export import whole_weights
-
-    return whole_weights(model, ctx._ranks)[0]
 
 
 def config_of(case: dict[str, Any], every: Any = "off", memory: Any = "off") -> Config:
@@ -141,35 +133,44 @@ def difference(left: Weights, right: Weights) -> float:
 
 
 def straight_and_interrupted(
-    ranks: RankGroup, cases: dict[str, Any], root: Path, slots: Any, steps: int = STEPS
-) -> dict[str, Any]:
-    """Return of each case the weights without interruption, after one on disk, and after one in memory."""
-    answers, half = {}, steps // 2
+    ranks: RankGroup, case: dict[str, Any], root: Path, slots: Any, steps: int = STEPS
+) -> tuple[Any, Any, Any]:
+    """Return the weights without interruption, after one that goes on from disk, and after one from memory."""
+    half = steps // 2
+    straight = Attempt(ranks, root / "straight", config_of(case)).train(steps=steps)
+    died = Attempt(ranks, root / "died", config_of(case, every=half, memory=1), slots[ranks.rank])
+    died.train(die_at=half + 1, steps=steps)
+    if ranks.is_main:
+        for copy in ("disk", "half", "other"):
+            shutil.copytree(root / "died", root / copy, symlinks=True)
+    ranks.barrier()
+    resumed = Attempt(ranks, root / "died", config_of(case, memory=1), slots[ranks.rank])
+    assert resumed.ctx.step == half + 1
+    from_memory = resumed.train(steps=steps)
+    resumed = Attempt(ranks, root / "disk", config_of(case))
+    assert resumed.ctx.step == half
+    return straight, resumed.train(steps=steps), from_memory
+
+
+def interrupted(world_size: int, cases: dict[str, Any], root: Path, steps: int = STEPS) -> dict[str, Any]:
+    """Return the three weights of each case. Each has processes of its own: gloo keeps threads for every group."""
+    answers = {}
     for name, case in cases.items():
-        straight = Attempt(ranks, root / name / "straight", config_of(case)).train(steps=steps)
-        stopped = root / name / "stopped"
-        assert Attempt(ranks, stopped, config_of(case, every=half)).train(stop_at=half, steps=steps) is None
-        if ranks.is_main:
-            shutil.copytree(stopped, root / name / "half", symlinks=True)
-            shutil.copytree(stopped, root / name / "other", symlinks=True)
-        ranks.barrier()
-        resumed = Attempt(ranks, stopped, config_of(case))
-        assert resumed.ctx.step == half
-        from_disk = resumed.train(steps=steps)
-        in_memory = config_of(case, memory=1)
-        died = Attempt(ranks, root / name / "memory", in_memory, slots[ranks.rank])
-        assert died.train(die_at=half + 1, steps=steps) is None
-        ranks.barrier()
-        resumed = Attempt(ranks, root / name / "memory", in_memory, slots[ranks.rank])
-        assert resumed.ctx.step == half + 1
-        answers[name] = straight, from_disk, resumed.train(steps=steps)
-        for slot in slots[ranks.rank]:
-            os.ftruncate(slot, 0)
+        slots = [(os.memfd_create("first"), os.memfd_create("second")) for _ in range(world_size)]
+        answers[name] = run_ranks(straight_and_interrupted, world_size, case, root / name, slots, steps)[0]
+        for pair in slots:
+            for slot in pair:
+                os.close(slot)
     return answers
 
 
-def resume(ranks: RankGroup, cases: dict[str, Any], root: Path, folder: str) -> dict[str, Any]:
-    return {name: Attempt(ranks, root / name / folder, config_of(case)).train() for name, case in cases.items()}
+def resume(ranks: RankGroup, case: dict[str, Any], root: Path) -> Weights | None:
+    return Attempt(ranks, root, config_of(case)).train()
+
+
+def resumed(cases: dict[str, Any], root: Path, folder: str, world_size: int) -> dict[str, Any]:
+    """Return the weights of runs that go on with other ranks."""
+    return {name: run_ranks(resume, world_size, case, root / name / folder)[0] for name, case in cases.items()}
 
 
 def alone(ranks: RankGroup, root: Path) -> Weights:
@@ -180,10 +181,10 @@ def alone(ranks: RankGroup, root: Path) -> Weights:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], Weights]:
-    """Each strategy on four ranks, and one process."""
+    """Each strategy on several ranks, and one process."""
     root = tmp_path_factory.mktemp("strategies")
-    slots = [(os.memfd_create("first"), os.memfd_create("second")) for _ in range(4)]
-    return root, run_ranks(straight_and_interrupted, 4, STRATEGIES, root, slots)[0], run_ranks(alone, 1, root)[0]
+    answers = {**interrupted(2, ON_TWO, root), **interrupted(4, ON_FOUR, root)}
+    return root, answers, run_ranks(alone, 1, root)[0]
 
 
 Trained = tuple[Path, dict[str, Any], Weights]
@@ -203,7 +204,7 @@ def test_every_strategy_goes_on_bit_for_bit_from_disk_and_from_memory(trained: T
 def test_every_strategy_goes_on_with_half_the_ranks(trained: Trained) -> None:
     root, _, reference = trained
     halved = {"tensor x pipeline": {"tensor": "all"}}  # four ranks are the least for the product
-    answers = run_ranks(resume, 2, {**STRATEGIES, **halved}, root, "half")[0]
+    answers = resumed({**ON_FOUR, **halved}, root, "half", 2) | resumed(ON_TWO, root, "half", 1)
     differences = {name: difference(weights, reference) for name, weights in answers.items()}
     assert max(differences.values()) < TOLERANCE, differences
 
@@ -211,7 +212,7 @@ def test_every_strategy_goes_on_with_half_the_ranks(trained: Trained) -> None:
 def test_a_checkpoint_serves_another_strategy(trained: Trained) -> None:
     root, _, reference = trained
     others = {"ddp": {"data": "zero3"}, "zero3": {}, "zero1": {"data": "zero2"}, "hsdp": {"data": "zero1"}}
-    answers = run_ranks(resume, 2, others, root, "other")[0]
+    answers = resumed(others, root, "other", 2)
     differences = {name: difference(weights, reference) for name, weights in answers.items()}
     assert max(differences.values()) < TOLERANCE, differences
 
@@ -229,10 +230,8 @@ FAR = 0.06
 
 
 def test_gradients_and_numbers_of_fewer_bits_train_alike_and_go_on_bit_for_bit(tmp_path: Path) -> None:
-    slots = [(os.memfd_create("first"), os.memfd_create("second")) for _ in range(2)]
-    (reference,) = run_ranks(straight_and_interrupted, 1, {"alone": {}}, tmp_path, slots, 24)
-    answers = run_ranks(straight_and_interrupted, 2, EXCHANGES, tmp_path, slots, 24)[0]
-    for name, (straight, from_disk, from_memory) in answers.items():
+    reference = interrupted(1, {"alone": {}}, tmp_path, 24)["alone"][0]
+    for name, (straight, from_disk, from_memory) in interrupted(2, EXCHANGES, tmp_path, 24).items():
         assert difference(straight, from_disk) == 0.0, name
         assert difference(straight, from_memory) == 0.0, name
-        assert 0.0 < difference(straight, reference["alone"][0]) < FAR, name
+        assert 0.0 < difference(straight, reference) < FAR, name
