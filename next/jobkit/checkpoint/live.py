@@ -10,7 +10,7 @@ last save takes one. staging.py and reading.py call this; it moves no data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import is_, itemgetter
@@ -29,10 +29,6 @@ KERNELS = ("foreach", "fused", "capturable")
 Scope = Literal["shared", "rank"]
 
 
-def _never(name: str) -> bool:
-    return False
-
-
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     """A named part of a run's state on this rank.
@@ -46,7 +42,7 @@ class Entry:
     """It has state_dict() and load_state_dict()."""
     scope: Scope = "shared"
     """`shared`: all ranks have it together, as copies or as parts. `rank`: each rank has one of its own."""
-    rank_keys: Callable[[str], bool] = _never
+    rank_keys: Collection[str] = ()
     """Leaves of a shared entry that each rank has for itself all the same, as buffers that DDP does not broadcast."""
     frozen: set[str] = field(default_factory=set)
     """Parameters that no checkpoint holds until they are trained."""

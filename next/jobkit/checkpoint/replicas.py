@@ -26,7 +26,7 @@ def check_replicas(entries: Sequence[Entry], stager: Stager, ranks: RankGroup) -
         if entry.scope == "rank":
             continue
         for path, leaf in walker.look().leaves.items():
-            if isinstance(leaf, DTensor) or entry.rank_keys(path):
+            if isinstance(leaf, DTensor) or path in entry.rank_keys:
                 continue
             data = leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
             digests.append((f"{entry.name}/{path}", xxhash.xxh3_64_hexdigest(data)))

@@ -330,7 +330,7 @@ def _named_leaves(lives: Sequence[tuple[Entry, Live]], rank: int) -> Iterator[tu
     """Yield (name in the file, leaf, whether it is this rank's own)."""
     for entry, live in lives:
         for path, leaf in live.leaves.items():
-            is_own = entry.scope == "rank" or entry.rank_keys(path)
+            is_own = entry.scope == "rank" or path in entry.rank_keys
             yield leaf_name(entry.name, path, rank if is_own else None), leaf, is_own
 
 

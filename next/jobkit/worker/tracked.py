@@ -111,7 +111,7 @@ class Tracked:
             name=name,
             live=value,
             scope="rank" if per_rank else "shared",
-            rank_keys=buffers.__contains__ if several else lambda key: False,
+            rank_keys=buffers if several else (),
             frozen=frozen,
         )
 
