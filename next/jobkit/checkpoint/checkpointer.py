@@ -15,13 +15,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from jobkit.checkpoint import framework_files, sources
 from jobkit.checkpoint.live import Entry
 from jobkit.checkpoint.memory import Snapshots, settled
-from jobkit.checkpoint.reading import Damaged
+from jobkit.checkpoint.reading import Damaged, agreed
 from jobkit.checkpoint.shard import ShardInfo, write_shard
 from jobkit.checkpoint.sources import Source
 from jobkit.checkpoint.staging import Place, Staged, Stager
@@ -127,17 +128,15 @@ class Checkpointer:
                         "--fresh starts a new run at step 0"
                     )
                 return None
-            source, problem = None, None
-            try:
-                source = sources.of_disk(self.store.path(steps[0]), self._disk_ranks)
-                framework_files.check(source, self._disk_ranks)
+            try:  # nodes with disks of their own have copies of their own: a damaged one spoils the checkpoint for all
+                return agreed(self.ranks, partial(self._of_disk, steps[0]))
             except Damaged as error:
-                problem = str(error)
-            # Nodes with disks of their own have copies of their own: one that is damaged spoils the checkpoint for all.
-            problems = [other for other in self.ranks.gather(problem) if other is not None]
-            if not problems:
-                return source
-            self._reject(steps[0], problems[0])
+                self._reject(steps[0], str(error))
+
+    def _of_disk(self, step: int) -> Source:
+        source = sources.of_disk(self.store.path(step), self._disk_ranks)
+        framework_files.check(source, self._disk_ranks)
+        return source
 
     def _steps(self) -> list[int]:
         """Return the steps of the checkpoints that every disk has, newest first.

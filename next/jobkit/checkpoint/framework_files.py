@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from jobkit.checkpoint.reading import Damaged
+from jobkit.checkpoint.reading import Damaged, agreed
 from jobkit.checkpoint.store import FRAMEWORK
 from jobkit.errors import CheckpointError
 from jobkit.group import RankGroup
@@ -45,20 +45,14 @@ def check(source: Source, ranks: RankGroup) -> None:
         return
     root = source.path / FRAMEWORK
 
-    def look() -> tuple[str, str] | None:
-        for name, facts in files.items():
-            try:
-                if _facts(root / name, sync=False) != facts:
-                    return "damaged", f"{source.path and source.path.name}/{name} is not the file that was written"
-                if (owner := foreign_owner(root / name)) is not None:
-                    return "foreign", f"{root / name} belongs to {owner}: it may hold code that runs when it is read"
-            except OSError as error:
-                return "damaged", f"{name}: {error.strerror}"
-        return None
+    def look() -> None:
+        for name, facts in files.items() if ranks.is_main else ():
+            if _facts(root / name, sync=False) != facts:
+                raise Damaged(f"{root.parent.name}/{name} is not the file that was written")
+            if (owner := foreign_owner(root / name)) is not None:
+                raise CheckpointError(f"{root / name} belongs to {owner}: it may hold code that runs when it is read")
 
-    problem = ranks.broadcast(look() if ranks.is_main else None)
-    if problem is not None:
-        raise (Damaged if problem[0] == "damaged" else CheckpointError)(problem[1])
+    agreed(ranks, look)
 
 
 def folder_of(source_path: Path | None) -> Path | None:

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
+from typing import TypeVar
 
 import torch
 import xxhash
@@ -23,6 +24,9 @@ from torch.distributed.tensor import DTensor
 from jobkit.checkpoint.shard import BLOCK, ShardInfo, Stored
 from jobkit.checkpoint.staging import Piece
 from jobkit.errors import CheckpointError
+from jobkit.group import RankGroup, describe
+
+T = TypeVar("T")
 
 CACHED = 512 << 10
 """Bytes that are read and checked at a time."""
@@ -33,6 +37,21 @@ IOV_MAX = 1000
 
 class Damaged(CheckpointError):
     """A checkpoint does not verify."""
+
+
+def agreed(ranks: RankGroup, action: Callable[[], T]) -> T:
+    """Return the value of an action; where it raises on any rank, raise Damaged, or else CheckpointError, on all."""
+    problem, value = None, None
+    try:
+        value = action()
+    except (Damaged, OSError) as error:
+        problem = True, str(error)
+    except Exception as error:  # a CheckpointError, or one of a load_state_dict of the user's
+        problem = False, describe(error)
+    problems = [other for other in ranks.gather(problem) if other is not None]
+    for is_damage, text in sorted(problems, key=lambda pair: not pair[0]):
+        raise (Damaged if is_damage else CheckpointError)(text)
+    return value  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)

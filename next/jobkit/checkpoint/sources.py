@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from jobkit.checkpoint.reading import (
     ShardFile,
     Sink,
     Target,
+    agreed,
     check_header,
     read_targets,
     targets_of,
@@ -38,8 +39,6 @@ from jobkit.checkpoint.store import Manifest
 from jobkit.errors import CheckpointError
 from jobkit.group import RankGroup
 from jobkit.run.files import foreign_owner
-
-T = TypeVar("T")
 
 BUCKET = 32 << 20
 """Bytes of tensors that one broadcast takes along."""
@@ -74,30 +73,11 @@ class Source:
         `ranks` share the disk, or the memory, that is read from.
         """
         with _without_collections():
-            reading = _agreed(ranks, lambda: _Reading(self, entries, stager, ranks))
+            reading = agreed(ranks, lambda: _Reading(self, entries, stager, ranks))
             reading.compare_ranks()
-            _agreed(ranks, reading.read_checked)
+            agreed(ranks, reading.read_checked)
         reading.share()
-        _agreed(ranks, reading.finish)
-
-
-def _agreed(ranks: RankGroup, action: Callable[[], T]) -> T:
-    """Return the value of an action; where it raises on any rank, raise Damaged, or else CheckpointError, on all."""
-    problem, value = None, None
-    try:
-        value = action()
-    except Damaged as error:
-        problem = True, str(error)
-    except OSError as error:
-        problem = True, str(error)
-    except CheckpointError as error:
-        problem = False, str(error)
-    except Exception as error:  # of a load_state_dict of the user's
-        problem = False, f"{type(error).__name__}: {error}"
-    problems = [other for other in ranks.gather(problem) if other is not None]
-    for is_damage, text in sorted(problems, key=lambda pair: not pair[0]):
-        raise (Damaged if is_damage else CheckpointError)(text)
-    return value  # type: ignore[return-value]
+        agreed(ranks, reading.finish)
 
 
 @contextmanager
@@ -134,16 +114,8 @@ def of_disk(folder: Path, ranks: RankGroup) -> Source:
             may_unpickle = may_unpickle and foreign_owner(folder / name) is None
         return manifest, headers, may_unpickle
 
-    answer: tuple[Any, str | None] = (None, None)
-    if ranks.is_main:
-        try:
-            answer = look(), None
-        except Damaged as error:
-            answer = None, str(error)
-    content, problem = ranks.broadcast(answer)
-    if problem is not None:
-        raise Damaged(problem)
-    manifest, headers, may_unpickle = content
+    content = agreed(ranks, lambda: look() if ranks.is_main else None)
+    manifest, headers, may_unpickle = ranks.broadcast(content)
 
     @contextmanager
     def opened(name: str) -> Iterator[ShardFile]:
