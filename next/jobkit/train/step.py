@@ -23,6 +23,7 @@ from jobkit.train.devices import AUTOCAST
 from jobkit.train.gradients import LossScaler, clip_gradients, scale_gradients
 from jobkit.train.loader import Loader
 from jobkit.train.order import share_of
+from jobkit.train.seeds import preserved_generators
 from jobkit.train.spread import Spread
 
 
@@ -141,6 +142,26 @@ class Step:
             torch.clear_autocast_cache()  # within autocast it holds the weights in another type
             yield
         torch.clear_autocast_cache()
+
+
+@contextmanager
+def evaluating(
+    model: nn.Module,
+    averaged: AbstractContextManager[None],
+    devices: tuple[torch.device, ...],
+) -> Iterator[None]:
+    """Within it, the model is in evaluation mode and has its averaged weights, where there are any.
+
+    At the end each submodule's own mode, the weights and the random generators are as before.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    with preserved_generators(*devices), averaged:
+        model.eval()
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
 
 
 def _has_gradients(model: nn.Module) -> bool:

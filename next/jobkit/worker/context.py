@@ -28,10 +28,9 @@ from jobkit.checkpoint.staging import Place
 from jobkit.errors import JobkitError, Stopped, UsageError
 from jobkit.run.slots import Phase, page_before, slots_of
 from jobkit.train.loader import Loader
-from jobkit.train.modes import evaluating
 from jobkit.train.seeds import derive_seed, seed_generators
 from jobkit.train.spread import Spread
-from jobkit.train.step import Step
+from jobkit.train.step import Step, evaluating
 from jobkit.worker.checkpoints import Boundary, Checkpoints
 from jobkit.worker.epochs import Batches, Epochs
 from jobkit.worker.evaluation import Evaluator

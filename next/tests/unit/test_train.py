@@ -14,9 +14,9 @@ from jobkit.checkpoint.live import Entry, walker_of
 from jobkit.errors import InputError
 from jobkit.train import schedule
 from jobkit.train.gradients import LossScaler
-from jobkit.train.modes import evaluating
 from jobkit.train.optim import EmaAdamW
 from jobkit.train.seeds import seed_generators
+from jobkit.train.step import evaluating
 
 CPU = (torch.device("cpu"),)
 
