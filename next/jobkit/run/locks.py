@@ -42,7 +42,17 @@ class Lock:
             time.sleep(0.02)
         return self
 
+    def take(self) -> bool:
+        """Take the lock if it is free, and return whether it was; `close` lets go of it."""
+        self._descriptor = self._open()
+        if not self._take(self._descriptor):
+            self.close()
+        return self._descriptor >= 0
+
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
         """Let go of the lock; a child that inherited it still holds it (an unlock would take it from the child too)."""
         os.close(self._descriptor)
         self._descriptor = -1

@@ -8,7 +8,6 @@ users are seen by the driver's list of computing processes (nvidia-ml-py). CPU r
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import pwd
@@ -21,6 +20,7 @@ from typing import Any
 from jobkit.errors import InputError
 from jobkit.log import log
 from jobkit.run.files import read_json
+from jobkit.run.locks import Lock
 from jobkit.run.machine import KINDS, visible_devices
 from jobkit.run.rundir import RunDir
 from jobkit.run.schema import Config
@@ -70,8 +70,8 @@ class Devices:
         self.run, self.kind, self.names, self.count, self.each = run, kind, names, count, each
         self.folder = folder()
         self._ticket: Path | None = None
-        self._files: list[int] = []
-        """Open lock files: that of the ticket, or those of the devices."""
+        self._locks: list[Lock] = []
+        """That of the ticket, or those of the devices."""
         self._held: list[str] = []
         self._looked_at = 0.0
 
@@ -95,17 +95,17 @@ class Devices:
         gpus = _gpus(self.names) if self.kind == "cuda" else {}
         free = [name for name in self.names if not before and not (name in gpus and gpus[name].users)]
         ids = {name: gpus[name].uuid if name in gpus else f"{self.kind}-{name}" for name in free}
-        taken: dict[str, int] = {}
+        taken: dict[str, Lock] = {}
         for name, device in ids.items():
-            if len(taken) < self.count and (file := _lock(self.folder / f"{device}.lock")) is not None:
-                taken[name] = file
+            if len(taken) < self.count and (lock := Lock(self.folder / f"{device}.lock")).take():
+                taken[name] = lock
         if len(taken) == self.count:
             ticket.unlink()
             self.close()
-            self._held, self._files = list(taken), list(taken.values())
+            self._held, self._locks = list(taken), list(taken.values())
             return True
-        for file in taken.values():
-            os.close(file)
+        for lock in taken.values():
+            lock.close()
         if is_new:
             users = [f"{name}: {user}" for name, gpu in gpus.items() for user in gpu.users]
             words = "; ".join([*before, *users]) or "other runs have them"
@@ -123,10 +123,10 @@ class Devices:
         return {visible: ",".join(self._held[place.node * per_node : (place.node + 1) * per_node])}
 
     def close(self) -> None:
-        """Close the lock files: in a forked process its copies, in the agent the locks end with that."""
-        for file in self._files:
-            os.close(file)
-        self._files = []
+        """Close the locks: in a forked process its copies, in the agent they end with that."""
+        for lock in self._locks:
+            lock.close()
+        self._locks = []
 
     def _draw(self) -> Path:
         """Join the line. The ticket is locked before it has its name: an unlocked one counts as a dead process's."""
@@ -135,20 +135,10 @@ class Devices:
         text = {"run": str(self.run.path), "kind": self.kind, "devices": self.names, "count": self.count}
         temporary = ticket.with_suffix(".tmp")
         temporary.write_text(json.dumps(text), encoding="utf-8")
-        self._files = [file for file in [_lock(temporary)] if file is not None]
+        self._locks = [Lock(temporary)]
+        self._locks[0].take()
         temporary.rename(ticket)
         return ticket
-
-
-def _lock(file: Path) -> int | None:
-    """The open file, locked; None if another process has it."""
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    return descriptor
 
 
 def _tickets(tickets: Path) -> list[dict[str, Any]]:
@@ -156,17 +146,10 @@ def _tickets(tickets: Path) -> list[dict[str, Any]]:
     living = []
     for file in sorted(tickets.glob("*.ticket")):
         ticket = read_json(file)
-        try:
-            descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:  # its run has its devices by now
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file.unlink(missing_ok=True)
-        except BlockingIOError:
+        if Lock(file).is_held():
             living.append({**ticket, "file": file.name})
-        finally:
-            os.close(descriptor)
+        else:  # of a dead process, or of a run that has its devices by now
+            file.unlink(missing_ok=True)
     return living
 
 
