@@ -35,11 +35,12 @@ class Health:
     def __init__(self, *, ignores: bool) -> None:
         self._ignores = ignores
         self._unread: list[tuple[int, torch.Tensor, Callable[[], list[int]]]] = []
-        self._error: NotFinite | None = None
+        self.error: NotFinite | None = None
+        """The error to raise, on the rank that saw the loss."""
 
     def see(self, step: int, loss: Any, samples: Callable[[], list[int]]) -> None:
         """Look at a loss, or keep it until the next agreement; `samples` gives the ids of its samples."""
-        if self._ignores or self._error is not None:
+        if self._ignores or self.error is not None:
             return
         if isinstance(loss, torch.Tensor):
             if loss.numel() != 1:
@@ -50,19 +51,15 @@ class Health:
             loss = loss.detach()
         value = float(loss)
         if not math.isfinite(value):
-            self._error = NotFinite(step, value, samples())
+            self.error = NotFinite(step, value, samples())
 
     def is_bad(self) -> bool:
         """Return whether a loss since the last call was no finite number. Waits for the device."""
         unread, self._unread = self._unread, []
-        if unread and self._error is None:
+        if unread and self.error is None:
             values = torch.stack([loss.reshape(()).float() for _, loss, _ in unread]).tolist()
             for value, (step, _, samples) in zip(values, unread, strict=True):
                 if not math.isfinite(value):
-                    self._error = NotFinite(step, value, samples())
+                    self.error = NotFinite(step, value, samples())
                     break
-        return self._error is not None
-
-    def error(self) -> NotFinite | None:
-        """Return the error to raise, on the rank that saw the loss; None on the others."""
-        return self._error
+        return self.error is not None

@@ -229,7 +229,7 @@ class Loop:
     def _fail(self) -> None:
         """Raise NotFinite on all ranks: the rank that saw the loss knows its samples."""
         self._checkpoints.checkpointer.wait_for_write()  # a good state is on its way to the disk
-        mine = self._health.error()
+        mine = self._health.error
         errors = self._ranks.gather(None if mine is None else (mine.step, str(mine)))
         if mine is not None:
             raise mine

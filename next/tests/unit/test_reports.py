@@ -162,7 +162,7 @@ def test_a_loss_that_is_no_number_names_its_step_and_samples(value: object) -> N
     assert not health.is_bad()
     health.see(4, value, lambda: [7, 8])
     assert health.is_bad()
-    error = health.error()
+    error = health.error
     assert error is not None
     assert (error.step, error.samples) == (4, [7, 8])
 
