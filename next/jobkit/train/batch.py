@@ -27,6 +27,11 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return _map(move, batch)
 
 
+def as_it_is(batch: Any) -> Any:
+    """Return a batch that a dataset has collated already: a `collate_fn` of nothing, which can be pickled."""
+    return batch
+
+
 def cut(batch: Any, begin: int, end: int) -> Any:
     """Return samples `begin` to `end` of a batch: every tensor in it is cut along its first dimension.
 

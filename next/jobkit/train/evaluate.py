@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
-from jobkit.train.batch import to_device
+from jobkit.train.batch import as_it_is, to_device
 from jobkit.train.seeds import derive_seed, preserved_generators, seed_cpu_generators, seed_generators
 
 PerSample = Callable[[Any, Tensor], Any]
@@ -107,7 +107,7 @@ def computed(
         batches,
         batch_size=None,
         sampler=hand_out,
-        collate_fn=_as_it_is,
+        collate_fn=as_it_is,
         generator=torch.Generator().manual_seed(0),  # DataLoader would draw its base seed from the training's
         **{**options, "prefetch_factor": 1 if options.get("num_workers") else None},
     )
@@ -143,7 +143,3 @@ def mean(values: Tensor) -> float:
     if not values.isfinite().all():
         return float(values.mean())  # inf or nan, whatever the order; fsum refuses inf - inf
     return math.fsum(values.tolist()) / len(values)
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch

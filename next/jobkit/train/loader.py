@@ -16,13 +16,19 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from jobkit.errors import UsageError, nearest
 from jobkit.log import log
-from jobkit.train.batch import to_device
+from jobkit.train.batch import as_it_is, to_device
 from jobkit.train.order import SampleOrder
-from jobkit.train.seeds import derive_seed, preserved_generators, sample_seeds, seed_cpu_generators
+from jobkit.train.seeds import (
+    derive_seed,
+    preserved_but_in_worker,
+    preserved_generators,
+    sample_seeds,
+    seed_cpu_generators,
+)
 from jobkit.train.streams import Stream, is_stream
 
 AHEAD = 256
@@ -75,7 +81,7 @@ class SeededBatches(Dataset[Any]):
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> Any:
         """Return a batch, as DataLoader asks for it."""
         # To put the generators back takes longer than many a sample, and a worker has nobody else's.
-        with nullcontext() if get_worker_info() is not None else preserved_generators():
+        with preserved_but_in_worker():
             of_samples = sample_seeds(self._of_samples, keys)
             (of_batch,) = sample_seeds(self._of_batches, keys[:1])
             samples = self._load([sample for _, sample in keys], of_samples)
@@ -180,7 +186,7 @@ class Loader:
         else:
             source = {"dataset": self.stream.reader(self.done), "batch_size": None}
         loader = DataLoader(
-            collate_fn=_as_it_is,
+            collate_fn=as_it_is,
             # A generator of its own: DataLoader would draw the seed of its workers from the training's.
             generator=torch.Generator().manual_seed(derive_seed(self._seed, "workers", self._rank, self.done)),
             **source,
@@ -235,7 +241,3 @@ def _check(global_batch_size: Any, world_size: int, options: Mapping[str, Any]) 
         raise UsageError(
             f"ctx.loader: global_batch_size {global_batch_size} leaves some of {world_size} ranks without a sample"
         )
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch

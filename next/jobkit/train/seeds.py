@@ -8,12 +8,13 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.data import get_worker_info
 
 
 def derive_seed(*parts: object) -> int:
@@ -86,6 +87,11 @@ def preserved_generators(*devices: torch.device) -> Iterator[None]:
         yield
     finally:
         load_generator_state(state, *devices)
+
+
+def preserved_but_in_worker() -> AbstractContextManager[None]:
+    """Return preserved_generators(); nothing in a loader's worker, whose generators are nobody else's."""
+    return preserved_generators() if get_worker_info() is None else nullcontext()
 
 
 def _accelerators(devices: Sequence[torch.device]) -> list[torch.device]:
