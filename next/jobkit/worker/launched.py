@@ -86,16 +86,9 @@ def begin(loaded: Loaded, run: RunDir, launch: Launch) -> Launched | None:
     config = with_topology(loaded.config, launch)
     page = Page.create()
     os.environ[VARIABLE] = str(page.descriptor)
-    rank = Rank(
-        run=run,
-        attempt=0,
-        rank=topology.rank,
-        world_size=topology.world_size,
-        local_rank=topology.local_rank,
-        local_world_size=topology.local_world_size,
-        node=topology.node,
-        page=page,
-    )
+    place = dataclasses.asdict(topology)
+    del place["nodes"]
+    rank = Rank(run=run, attempt=0, page=page, **place)
     rank.config = config
     file = None
     if launch.rendezvous == "file":
