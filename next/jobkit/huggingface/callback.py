@@ -21,7 +21,7 @@ from transformers.integrations.integration_utils import rewrite_logs
 from transformers.trainer_callback import ExportableState
 
 from jobkit.errors import UsageError
-from jobkit.huggingface.data import Places, seed_batches
+from jobkit.huggingface.data import TrainerPlaces, seed_batches
 from jobkit.log import log
 from jobkit.train.gradient_order import GradientOrder
 from jobkit.worker.context import Context
@@ -64,7 +64,7 @@ class JobkitCallback(transformers.TrainerCallback):
         self._loop = context._loop
         self._has_begun = False
         self._total = 0
-        self._places: Places | None = None
+        self._places: TrainerPlaces | None = None
         self._ids: list[int] = []
         """Samples of the step under way."""
         trainer.remove_callback(TensorBoardCallback)
@@ -101,7 +101,7 @@ class JobkitCallback(transformers.TrainerCallback):
         self._seed(loader)
         return loader
 
-    def _seed(self, loader: Any, limit: int | None = None) -> Places | None:
+    def _seed(self, loader: Any, limit: int | None = None) -> TrainerPlaces | None:
         args = self._trainer.args
         return seed_batches(loader, args.seed if args.data_seed is None else args.data_seed, self.ctx.rank, limit)
 
@@ -155,7 +155,7 @@ class JobkitCallback(transformers.TrainerCallback):
         evaluates = evaluates or (args.eval_strategy != "no" and step + 1 == self._total)
         self.ctx.boundary(step, total=self._total, epoch=int(state.epoch or 0), evaluates=evaluates)
         if places is not None:
-            self._ids = places.ids(step, args.gradient_accumulation_steps)
+            self._ids = places.ids_of(step, args.gradient_accumulation_steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """End the training of `jobkit verify` after its steps."""

@@ -4,8 +4,8 @@
       --seeds--> the sampler's draws | each sample's draws, by (base, batch, place) | collate's, by (base, batch)
 
 A checkpoint holds (base, batches taken); batches that are done are skipped without loading. A stream is read again, or
-goes on from its own state. All of it happens on a copy of the loader. worker/epochs.py calls this. A dataset with a
-generator of its own draws what it draws: it is a limit.
+goes on from its own state. All of it happens on a copy of the loader. worker/epochs.py and the adapters of frameworks
+call this. A dataset with a generator of its own draws what it draws: it is a limit.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import islice
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 from jobkit.train.seeds import (
     derive_seed,
     generator_state,
     load_generator_state,
+    preserved_but_in_worker,
     preserved_generators,
     seed_cpu_generators,
 )
@@ -31,6 +32,10 @@ from jobkit.train.seeds import (
 def draw_base() -> int:
     """Return the number of a new pass, from torch's generator."""
     return int(torch.empty((), dtype=torch.int64).random_().item())
+
+
+Batch = tuple[int, int]
+"""The seed of a pass's draws, and the number of a batch in it."""
 
 
 class Form(NamedTuple):
@@ -136,9 +141,9 @@ class Pass:
             rest = _After(loader.sampler, self.skipped)
             sampler = BatchSampler(rest, loader.batch_size or 1, loader.drop_last) if by_batch else rest
         return {
-            "dataset": _SeededDataset(loader.dataset, self._draws),
-            "batch_sampler" if by_batch else "sampler": _Places(sampler, self.base, self._first, self._ids),
-            "collate_fn": _SeededCollate(loader.collate_fn, self._draws),
+            "dataset": SeededDataset(loader.dataset),
+            "batch_sampler" if by_batch else "sampler": Places(sampler, self.base, self._draws, self._first, self._ids),
+            "collate_fn": SeededCollate(loader.collate_fn),
         }
 
     def _read(self, loader: Any) -> Iterator[Any]:
@@ -219,87 +224,85 @@ class _OwnGenerators:
             load_generator_state(outside)
 
 
-class _Places:
-    """A sampler's items with their places: [(batch, place, index), ...] for a batch, (batch, 0, index) for a sample.
+class Places:
+    """A sampler's items with their seeds: [((draws, batch), place, index), ...] for a batch, one of these for a sample.
 
-    Samplers draw at the first `next`, not when the iterator is made: each `next` runs under the pass's own generators.
+    `base` decides what the sampler draws, `draws` what is drawn for the batches, which go on from the one with the
+    number `first`. Samplers draw at the first `next`, not when the iterator is made: each `next` runs under the pass's
+    own generators. To exchange these takes 0.1 ms, for `ahead` items at once.
     """
 
-    def __init__(self, sampler: Any, base: int, first: int, ids: dict[int, list[int]]) -> None:
-        self._sampler, self._base, self._first, self._ids = sampler, base, first, ids
+    def __init__(
+        self, sampler: Any, base: int, draws: int, first: int, ids: dict[int, list[int]], ahead: int = 1
+    ) -> None:
+        self._sampler, self.base, self.draws, self.ids = sampler, base, draws, ids
+        self._first, self._ahead = first, ahead
 
     def __len__(self) -> int:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        generators = _OwnGenerators(derive_seed(self._base, "sampler"))
+        draws, generators = self.draws, _OwnGenerators(derive_seed(self.base, "sampler"))
         with generators.inside():
             iterator = iter(self._sampler)
-        number = 0
+        numbers = count()
         while True:
             with generators.inside():
-                try:
-                    item = next(iterator)
-                except StopIteration:
-                    return
-            if number >= self._first:
+                items = list(islice(iterator, self._ahead))
+            if not items:
+                return
+            for item, number in zip(items, numbers, strict=False):
+                if number < self._first:
+                    continue
                 several = isinstance(item, (list, tuple))
                 indices = list(item) if several else [item]
-                self._ids[number] = [index for index in indices if isinstance(index, int)]
-                places = [(number, place, index) for place, index in enumerate(indices)]
+                self.ids[number] = [index for index in indices if isinstance(index, int)]
+                places = [((draws, number), place, index) for place, index in enumerate(indices)]
                 yield places if several else places[0]
-            number += 1
 
 
-class _SeededDataset(Dataset[Any]):
+class SeededDataset(Dataset[Any]):
     """A dataset whose samples draw by their place in the pass."""
 
-    def __init__(self, dataset: Any, base: int) -> None:
-        self.dataset, self.base = dataset, base
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
 
     def __getattr__(self, name: str) -> Any:  # of the user's dataset, for worker_init_fn
         if name in ("dataset", "__getstate__", "__setstate__"):
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
-    def __getitem__(self, key: tuple[int, int, Any]) -> tuple[int, Any]:
-        number, place, index = key
-        with _restoring():
-            seed_cpu_generators(derive_seed(self.base, number, place))
-            return number, self.dataset[index]
+    def __len__(self) -> int:
+        return len(self.dataset)
 
-    def __getitems__(self, keys: list[tuple[int, int, Any]]) -> tuple[int, Any]:
-        number = keys[0][0] if keys else 0
-        with _restoring():
+    def __getitem__(self, key: tuple[Batch, int, Any]) -> tuple[Batch, Any]:
+        batch, place, index = key
+        with preserved_but_in_worker():
+            seed_cpu_generators(derive_seed(*batch, place))
+            return batch, self.dataset[index]
+
+    def __getitems__(self, keys: list[tuple[Batch, int, Any]]) -> tuple[Batch, Any]:
+        batch: Batch = keys[0][0] if keys else (0, 0)
+        with preserved_but_in_worker():
             load = getattr(self.dataset, "__getitems__", None)
             if callable(load):
-                seed_cpu_generators(derive_seed(self.base, number, 0))
-                return number, load([index for _, _, index in keys])
+                seed_cpu_generators(derive_seed(*batch, 0))
+                return batch, load([index for _, _, index in keys])
             samples = []
             for _, place, index in keys:
-                seed_cpu_generators(derive_seed(self.base, number, place))
+                seed_cpu_generators(derive_seed(*batch, place))
                 samples.append(self.dataset[index])
-        return number, samples
+        return batch, samples
 
 
-class _SeededCollate:
+class SeededCollate:
     """A collate function that draws by the number of its batch."""
 
-    def __init__(self, collate: Callable[[Any], Any], base: int) -> None:
-        self._collate, self._base = collate, base
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self._collate = collate
 
-    def __call__(self, item: tuple[int, Any]) -> Any:
-        number, samples = item
-        with _restoring():
-            seed_cpu_generators(derive_seed(self._base, number, "collate"))
+    def __call__(self, item: tuple[Batch, Any]) -> Any:
+        batch, samples = item
+        with preserved_but_in_worker():
+            seed_cpu_generators(derive_seed(*batch, "collate"))
             return self._collate(samples)
-
-
-@contextmanager
-def _restoring() -> Iterator[None]:
-    """Put the generators back in the training's process; a worker's generators are nobody else's."""
-    if get_worker_info() is not None:
-        yield
-    else:
-        with preserved_generators():
-            yield
