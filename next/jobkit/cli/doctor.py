@@ -2,6 +2,7 @@
 
 jobkit doctor                  this machine, and the cluster that sbatch here submits to
 jobkit doctor --cluster h100   with the partition of that entry in the user's own config file
+jobkit doctor --nodes 4        and the network of so many nodes, by a run that takes a minute
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import itertools
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -42,8 +44,14 @@ class Check:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", metavar="NAME", help="slurm, or a name under `clusters:` in your own config file")
+    parser.add_argument("--local", action="store_true", help="nothing of a cluster")
+    parser.add_argument("--nodes", type=int, metavar="N", help="time all-reduces over N nodes; a slow one is named")
     parser.add_argument("--runs-dir", type=Path, metavar="DIR", help="default: $JOBKIT_RUNS or ./runs")
-    show_examples(parser, {"--cluster h100": "the partition of that entry, and a held job that is removed again"})
+    examples = {
+        "--cluster h100": "the partition of that entry, and a held job that is removed again",
+        "--cluster h100 --nodes 4": "the network of four of its nodes as well",
+    }
+    show_examples(parser, examples)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,8 +59,11 @@ def run(arguments: argparse.Namespace) -> int:
     from jobkit.slurm import commands
 
     parts = [_python(), _runs_dir(runs_dir_of(arguments.runs_dir)), _machine()]
-    if arguments.cluster or commands.is_available():
-        parts.append(_slurm(_options_of(arguments.cluster or "slurm")))
+    cluster = None if arguments.local else arguments.cluster or ("slurm" if commands.is_available() else None)
+    if cluster is not None:
+        parts.append(_slurm(_options_of(cluster)))
+    if arguments.nodes is not None:
+        parts.append(_network(runs_dir_of(arguments.runs_dir), cluster, arguments.nodes))
     code = EXIT_FINISHED
     for check in itertools.chain.from_iterable(parts):
         print(f"{check.state:8}{check.words}{f': {check.advice}' if check.advice else ''}", flush=True)
@@ -167,3 +178,43 @@ def _held_job(options: list[str]) -> Iterator[Check]:
         yield Check("ok", "a held job was submitted and removed: Slurm keeps its comment")
     if job is not None and not job.requeueable:
         yield Check("warning", "Slurm takes no requeue of it", "jobkit submits a successor in its place")
+
+
+def _network(runs_dir: Path, cluster: str | None, nodes: int) -> Iterator[Check]:
+    """Submit the probe as a run, wait for it, and tell what each size took."""
+    from jobkit.run.journal import read_status
+    from jobkit.run.rundir import RunDir
+
+    folder = runs_dir / ".doctor"
+    folder.mkdir(parents=True, exist_ok=True)
+    yaml = folder / "network.yaml"
+    yaml.write_text(
+        "name: network-probe\ntask: jobkit.worker.network_probe:probe\n"
+        f'resources: {{nodes: {nodes}, tasks_per_node: auto, time: "00:15:00"}}\n'
+    )
+    target = ["--local"] if cluster is None else ["--cluster", cluster, "--follow"]
+    command = [
+        sys.executable,
+        "-m",
+        "jobkit.submit",
+        yaml.name,
+        "--fresh",
+        "--runs-dir",
+        str(runs_dir.absolute()),
+        *target,
+    ]
+    code = subprocess.run(command, cwd=folder, stdout=subprocess.DEVNULL).returncode
+    run = max(runs_dir.glob("network-probe-*"), key=lambda path: path.stat().st_mtime, default=None)
+    result = None if run is None else read_status(RunDir(run)).result
+    if code != 0 or result is None:
+        yield Check("problem", f"the probe of the network has not finished: {run}", f"jobkit logs {run}")
+        return
+    for row in result["world"]:
+        words = f"{row['bytes'] >> 10} KiB over {result['ranks']} ranks: {row['seconds'] * 1e3:.2f} ms"
+        yield Check("ok", f"{words}, {row['bus'] / 1e9:.2f} GB/s a rank ({result['backend']})")
+    for name, value in result["nodes"].items():
+        words = f"node {name}: {value / 1e9:.2f} GB/s to a neighbour"
+        if name in result["slow"]:
+            yield Check("warning", f"{words}, slower than the others", f"try again with exclude={name.split()[0]}")
+        else:
+            yield Check("ok", words)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,3 +95,10 @@ def test_the_slow_rank_is_named(project: Project, params: dict[str, Any], slow: 
     made.jobkit("cancel", "-y", launch.run.name)
     launch.wait_until_over()
     assert described(launch)["slow_ranks"] == []
+
+
+def test_doctor_measures_the_network_of_several_nodes(tmp_path: Path) -> None:
+    made = Project(tmp_path, plain=False)
+    done = made.jobkit("doctor", "--local", "--nodes", "3")
+    assert done.stdout.count("GB/s a rank") == 3
+    assert done.stdout.count("to a neighbour") == 3
