@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -50,13 +49,13 @@ def shard(
         if any(uses[parameter] > count for parameter, count in _uses(unit).items()):
             continue  # it shares a parameter with another part: both are gathered with the whole
         if dtype is not None:
-            exact = [part for part in unit.modules() if isinstance(part, EXACT) and not isinstance(part, FSDPModule)]
-            for part in exact:
+            inner = [part for part in unit.modules() if part is not unit and not isinstance(part, FSDPModule)]
+            for part in (part for part in inner if isinstance(part, EXACT)):
                 own = list(part.parameters(recurse=False))
                 if own and all(uses[parameter] == 1 for parameter in own):
                     fully_shard(part, **options)  # type: ignore[call-overload]
-        fully_shard(unit, mp_policy=reduced, **options)  # type: ignore[call-overload]
-    module.register_forward_hook(_reshard_without_gradients)
+        own_type = isinstance(unit, EXACT)
+        fully_shard(unit, mp_policy=MixedPrecisionPolicy() if own_type else reduced, **options)  # type: ignore[call-overload]
     if dtype is not None:
         module.forward = torch.autocast(mesh.device_type, dtype)(module.forward)
 
@@ -86,12 +85,11 @@ def _blocks(module: nn.Module, has_blocks: bool) -> Iterator[nn.Module]:
             yield from _blocks(child, is_list)
 
 
-def _reshard_without_gradients(module: nn.Module, *_: Any) -> None:
-    """Drop the parameters of other ranks: no backward pass will, and a checkpoint holds shards."""
-    if not torch.is_grad_enabled():
-        for part in module.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()
+def reshard(module: nn.Module) -> None:
+    """Drop the parameters of other ranks that zero2 keeps after a forward, until a backward pass."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def _uses(module: nn.Module) -> Counter[nn.Parameter]:

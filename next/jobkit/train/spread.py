@@ -61,6 +61,7 @@ class Spread:
         """The optimizers that `optimizer` returned."""
         self.orders = GradientOrders()
         """The order in which DDP's gradients become ready: a part of the state of a run on several ranks."""
+        self._frozen: list[tuple[str, nn.Parameter]] = []
         self.compressions: list[Compression] = []
         """The hooks of comm.hook: a part of the state of each rank."""
         self._config, self._seed = config, config.seed or 0
@@ -140,6 +141,7 @@ class Spread:
 
     def _ddp(self, module: nn.Module, options: dict[str, bool]) -> nn.Module:
         device_ids = None if self.device.type == "cpu" else [self.device]
+        self._frozen += [(name, item) for name, item in module.named_parameters() if not item.requires_grad]
         # gradient_as_bucket_view saves a copy of all gradients.
         chosen: dict[str, Any] = {"gradient_as_bucket_view": True, "init_sync": False, **options}
         model = DistributedDataParallel(
@@ -257,6 +259,29 @@ class Spread:
             return
         with model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext():
             yield
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """True if a forward without a backward pass leaves whole parameters in the place of shards (zero2)."""
+        return self._is_sharded and self._config.parallel.data not in ("zero3", "hsdp")
+
+    def reshard(self) -> None:
+        """Put the shards back: at each boundary, and before parameters are changed by hand."""
+        if self.keeps_gathered:
+            from jobkit.train.sharding import reshard
+
+            for module in self.modules:
+                reshard(module)
+
+    def check_frozen(self) -> None:
+        """Raise UsageError for a parameter that DDP takes for frozen, and that is trained now."""
+        name = next((name for name, parameter in self._frozen if parameter.requires_grad), None)
+        if name is not None:
+            raise UsageError(
+                f"{name} was frozen when ctx.parallelize was called, so DDP does not exchange its gradients, and each "
+                "rank trains it by its own samples: freeze it after ctx.parallelize(model, "
+                "find_unused_parameters=True), or use parallel: zero3"
+            )
 
     def average(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Replace all replicas by their mean: local SGD (arXiv:1805.09767). All ranks call it."""

@@ -138,9 +138,11 @@ class Step:
         all replicas."""
         swap: Callable[[], AbstractContextManager[None]] | None = getattr(optimizer, "averaged", None)
         mean = self.spread.mean_replicas(optimizer) if self.spread.drifts else nullcontext()
+        self.spread.reshard()
         with mean, swap() if swap is not None else nullcontext():
             torch.clear_autocast_cache()  # within autocast it holds the weights in another type
             yield
+            self.spread.reshard()
         torch.clear_autocast_cache()
 
 

@@ -115,6 +115,10 @@ class Context:
         self._averaged_step = 0
         if self._spread.drifts:
             self._loop.before_boundary = self._average_replicas
+        elif self._spread.keeps_gathered:
+            self._loop.before_boundary = lambda step, is_last: self._spread.reshard()
+        self._tracked.before_look = self._spread.reshard
+        self._tracked.before_save = self._spread.check_frozen
         self._epochs = Epochs(self._loop, self._restore_again, self._devices, rank.rank, rank.world_size)
         self._evaluator = Evaluator(rank, self._spread, self._tracked, self._reporter, self._loop)
         self._values: Values | None = None
@@ -471,6 +475,7 @@ class Context:
             self._rank.beat(self.step, Phase.ENDING)
             if self._spread.drifts and self._averaged_step != self.step:
                 self._average_replicas(self.step, is_last=True)
+            self._spread.reshard()
             # final/ first: an attempt that begins with the last checkpoint finds the result there (`is_done`).
             modules = {name: value for name, value in self._tracked.objects.items() if isinstance(value, nn.Module)}
             make_room = self._checkpointer.make_room

@@ -358,6 +358,7 @@ class Loop:
     # Drills of `jobkit verify`
 
     def _state(self) -> dict[str, str]:
+        self._tracked.before_look()
         return self._checkpoints.checkpointer.stager.digests(self._tracked.entries)
 
     def write_end(self, result: Any) -> None:

@@ -25,6 +25,7 @@ from jobkit.checkpoint.checkpointer import Checkpointer
 from jobkit.checkpoint.live import Entry, plain_module
 from jobkit.checkpoint.replicas import check_replicas
 from jobkit.errors import CheckpointError, UsageError
+from jobkit.log import log
 from jobkit.train.loader import Loader
 from jobkit.train.seeds import derive_seed, generator_state, load_generator_state, seed_generators
 from jobkit.worker.values import Values
@@ -49,6 +50,10 @@ class Tracked:
         self._weights, self._drifts = weights, drifts
         self.stepped: dict[int, torch.optim.Optimizer] = {}
         """Optimizers that stepped in the step under way."""
+        self.before_look: Callable[[], None] = lambda: None
+        """Puts the state where it is saved from."""
+        self.before_save: Callable[[], None] = lambda: None
+        """Raises UsageError for a state that no longer fits together."""
         self.on_step: Callable[[torch.optim.Optimizer], None] | None = None
         self.has_begun = False
         """True from the first step of this attempt on."""
@@ -202,7 +207,9 @@ class Tracked:
 
     def check_state(self) -> None:
         """Before a save: the optimizers; and at the first save, that replicas are equal on all ranks."""
+        self.before_look()
         self.check_optimizers()
+        self.before_save()
         if not self._is_checked:
             self._is_checked = True
             check_replicas(self.entries, self.checkpointer.stager, self.checkpointer.ranks)
@@ -276,17 +283,23 @@ class PendingGradients:
         return {"added": added, "used": "all" if len(used) == len(parameters) else used}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        added, used = state["added"], state["used"]
+        added, used, lost = state["added"], state["used"], 0
         names = None if used == "all" else set(used)
         for name, _, parameter in self._parameters():
             parameter.grad = None
             if name in added:
                 parameter.grad = torch.empty_like(parameter)
                 with torch.no_grad():
+                    if _local(parameter.grad).shape != added[name].shape:  # a shard of another number of ranks
+                        parameter.grad = None
+                        lost += 1
+                        continue
                     _local(parameter.grad).copy_(added[name])
             elif names is None or name in names:
                 parameter.grad = torch.zeros_like(parameter)
                 self._used.add(id(parameter))
+        if lost:
+            log.warning("gradients that were added up on another number of ranks are lost: the next update lacks them")
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

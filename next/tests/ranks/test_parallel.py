@@ -20,6 +20,7 @@ import jobkit.train.pipeline
 import jobkit.train.sharding
 import jobkit.train.zero1  # here, so that forked ranks have them
 from jobkit.checkpoint.export import whole_weights
+from jobkit.errors import UsageError
 from jobkit.group import RankGroup
 from jobkit.run import records
 from jobkit.run.records import Lease
@@ -235,3 +236,58 @@ def test_gradients_and_numbers_of_fewer_bits_train_alike_and_go_on_bit_for_bit(t
         assert difference(straight, from_disk) == 0.0, name
         assert difference(straight, from_memory) == 0.0, name
         assert 0.0 < difference(straight, reference) < FAR, name
+
+
+def evaluations_of_a_gan(ranks: RankGroup, root: Path) -> list[list[float]]:
+    """A generator whose samples a critic sees with their graph, which no backward pass uses."""
+    cases: list[dict[str, Any]] = [{}, {"data": "zero2"}, {"data": "zero2", "precision": "bf16"}]
+    answers = []
+    for number, case in enumerate(cases):
+        ctx = Attempt(ranks, root / str(number), config_of(case, every=2)).ctx
+        torch.manual_seed(0)
+        generator = ctx.parallelize(nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4)))
+        optimizer = ctx.optimizer(generator, jobkit.optim.EmaAdamW, lr=0.05)
+        ctx.track(generator=generator, optimizer=optimizer)
+        seen = []
+        for step in ctx.steps(6):
+            x = torch.rand(8, 4, generator=torch.Generator().manual_seed(step))
+            with ctx.autocast():
+                generator(x)
+                if step % 2:
+                    generator(x).square().mean().backward()
+                    ctx.update(optimizer)
+                    generator(x)
+            with torch.no_grad(), ctx.averaged(optimizer):
+                seen.append(generator(x).sum().item())
+        answers.append(seen)
+    return answers
+
+
+def test_a_forward_without_a_backward_pass_leaves_no_whole_weights_behind(tmp_path: Path) -> None:
+    whole, sharded, rounded = run_ranks(evaluations_of_a_gan, 2, tmp_path)[0]
+    assert sharded == pytest.approx(whole, abs=1e-5)
+    assert rounded == pytest.approx(whole, abs=0.05)
+
+
+def unfreeze(ranks: RankGroup, folder: Path) -> str:
+    ctx = Attempt(ranks, folder, config_of({}, every=1)).ctx
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = ctx.parallelize(model)
+    ctx.track(model=model, optimizer=optimizer)
+    try:
+        for step in ctx.steps(4):
+            if step == 1:
+                model.module[0].requires_grad_(True)
+            model(torch.rand(2, 4) + ranks.rank).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_layers_that_are_unfrozen_behind_ddp_are_named_before_they_are_saved(tmp_path: Path) -> None:
+    for text in run_ranks(unfreeze, 2, tmp_path):
+        assert text.startswith("0.weight was frozen when ctx.parallelize was called")
