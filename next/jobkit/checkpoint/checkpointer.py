@@ -27,7 +27,7 @@ from jobkit.checkpoint.shard import ShardInfo, write_shard
 from jobkit.checkpoint.sources import Source
 from jobkit.checkpoint.staging import Place, Staged, Stager
 from jobkit.checkpoint.store import Manifest, Store
-from jobkit.errors import CheckpointError
+from jobkit.errors import CheckpointError, JobkitError
 from jobkit.group import RankError, RankGroup
 from jobkit.log import log
 from jobkit.run.disk import is_full
@@ -193,6 +193,8 @@ class Checkpointer:
                     self._reject(self.restored.step, str(error))
                 self.restored = self._newest()
                 wanted = self._entries
+                if self.restored is None:  # live tensors have parts of it: the next attempt begins without it
+                    raise JobkitError(f"{error}; no other state is left: the next attempt begins at step 0") from error
 
     def _read(self, entries: Sequence[Entry]) -> None:
         source = self.restored

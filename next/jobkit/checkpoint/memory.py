@@ -341,6 +341,9 @@ class Snapshots:
     def refuse(self, step: int) -> None:
         """Take a snapshot for no good from now on: it did not verify."""
         self._refused.add(step)
+        for slot in self._slots or ():
+            if any(record.step == step for record in slot.records()):
+                slot.erase()
 
     def end_restore(self) -> None:
         """Count the snapshots of this attempt from here on."""
