@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from jobkit.train.foreign_loader import Places, SeededCollate, SeededDataset
 from jobkit.train.seeds import derive_seed
+from jobkit.train.workers import WorkerInit
 
 AHEAD = 256
 """Batches whose order is read at a time: Trainer skips the done ones one by one."""
@@ -81,6 +82,7 @@ def seed_batches(loader: Any, seed: int, rank: int, limit: int | None) -> Traine
         "dataset": SeededDataset(base.dataset),
         "collate_fn": SeededCollate(base.collate_fn),
         "batch_sampler": places,
+        "worker_init_fn": WorkerInit(base.worker_init_fn),
         "generator": torch.Generator().manual_seed(seed),  # else each pass draws from the training's
     }
     vars(base).update(changes)  # DataLoader's own are read-only

@@ -72,6 +72,10 @@ class Lock:
         """Return the open files that a child must inherit (`pass_fds`) to hold the lock too."""
         return [self._descriptor]
 
+    def leave_to_parent(self) -> None:
+        """Let processes that are forked from here on hold no part of it: a loader's worker outlives a killed rank."""
+        os.register_at_fork(after_in_child=lambda: os.close(self._descriptor) if self._descriptor >= 0 else None)
+
     def _open(self) -> int:
         make_folder(self.file.parent)
         descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from jobkit.train.batch import as_it_is, to_device
 from jobkit.train.seeds import derive_seed, preserved_generators, seed_cpu_generators, seed_generators
+from jobkit.train.workers import WorkerInit
 
 PerSample = Callable[[Any, Tensor], Any]
 """`function(batch, ids)` returns a value for each sample of a batch, [n], or a dict of such; `ids` are int64 [n]."""
@@ -109,6 +110,7 @@ def computed(
         sampler=hand_out,
         collate_fn=as_it_is,
         generator=torch.Generator().manual_seed(0),  # DataLoader would draw its base seed from the training's
+        worker_init_fn=WorkerInit(options.pop("worker_init_fn", None)),
         **{**options, "prefetch_factor": 1 if options.get("num_workers") else None},
     )
     with preserved_generators(device), torch.no_grad():

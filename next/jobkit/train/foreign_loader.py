@@ -27,6 +27,7 @@ from jobkit.train.seeds import (
     preserved_generators,
     seed_cpu_generators,
 )
+from jobkit.train.workers import WorkerInit
 
 
 def draw_base() -> int:
@@ -126,6 +127,7 @@ class Pass:
         clone = copy.copy(loader)
         changes = {
             "generator": torch.Generator().manual_seed(derive_seed(self.base, "workers")),
+            "worker_init_fn": WorkerInit(loader.worker_init_fn),
             "persistent_workers": False,  # workers of the pass before would hold that pass's seeds
             "_iterator": None,
         }

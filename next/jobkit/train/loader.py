@@ -30,6 +30,7 @@ from jobkit.train.seeds import (
     seed_cpu_generators,
 )
 from jobkit.train.streams import Stream, is_stream
+from jobkit.train.workers import WorkerInit
 
 AHEAD = 256
 """Samples whose order is computed at once."""
@@ -190,7 +191,11 @@ class Loader:
             # A generator of its own: DataLoader would draw the seed of its workers from the training's.
             generator=torch.Generator().manual_seed(derive_seed(self._seed, "workers", self._rank, self.done)),
             **source,
-            **{**self._options, "pin_memory": self._device.type == "cuda" if pin is None else pin},
+            **{
+                **self._options,
+                "pin_memory": self._device.type == "cuda" if pin is None else pin,
+                "worker_init_fn": WorkerInit(self._options.get("worker_init_fn")),
+            },
         )
         try:
             return iter(loader)

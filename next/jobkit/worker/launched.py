@@ -132,6 +132,7 @@ def _begin(launched: Launched, loaded: Loaded, launch: Launch) -> int | None:
             path.mkdir(parents=True, exist_ok=True)
         run.refuse_foreign()
         launched.alive = run.alive_lock().__enter__()
+        launched.alive.leave_to_parent()
         write_atomic(run.config_file, yamlfile.dump(loaded.written))
         journal = Journal(run)
         last = journal.status.submitted

@@ -185,3 +185,27 @@ def test_a_rank_that_is_told_no_address_ends_with_a_line(tmp_path: Path) -> None
     made.environment |= {"RANK": "0", "WORLD_SIZE": "2"}
     output = finish(start(made, "python"), 1)
     assert output.startswith("error: ") and "MASTER_ADDR" in output and "Traceback" not in output
+
+
+def test_sigterm_to_the_whole_group_saves_a_script_whose_loader_has_workers(tmp_path: Path) -> None:
+    made = project(tmp_path)
+    made.write("script.py", SCRIPT.replace("shuffle=True", "shuffle=True, num_workers=2"))
+    words = [sys.executable, "script.py", "0.1"]
+    process = subprocess.Popen(
+        words,
+        cwd=made.folder,
+        env=made.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # as torchrun and timeout start it
+    )
+    launch = only_run(made).wait_for_step(5)
+    os.killpg(process.pid, signal.SIGTERM)
+    finish(process, 75)
+    assert launch.ends[0].durable_step == launch.ends[0].last_step
+    killed = start(made, "python", "script.py", "0.1")
+    launch.wait_for_step(20)
+    killed.kill()
+    killed.communicate()
+    finish(start(made, "python"))  # at once: the workers of the killed rank hold no lock of the run
