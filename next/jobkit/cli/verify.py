@@ -6,17 +6,16 @@ straight run, interrupted run --traces--> equal (0) | the first difference, by s
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import shutil
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, InputError
 from jobkit.run.journal import read_status
 from jobkit.run.load import Loaded, load
-from jobkit.run.overrides import with_value
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import find, runs_dir_of
 from jobkit.submission import checks
@@ -56,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     source, step = (None, 0) if is_experiment else _run_and_step(arguments.what, runs_dir, arguments.steps)
     if source is not None:
         checks.refuse_foreign(source)
-    loaded = _with_params(load(Path(arguments.what) if source is None else source.config_file, arguments.overrides))
+    loaded = shortened(Path(arguments.what) if source is None else source.config_file, arguments.overrides)
     submitted = read_status(source).submitted if source is not None else None
     entry = submitted.entry if submitted is not None and not arguments.local else None
     place = target(loaded.config, local=arguments.local, cluster=arguments.cluster or entry)
@@ -94,11 +93,19 @@ def _plain(report: Any) -> dict[str, Any]:
     return {key: value for key, value in vars(report).items() if key != "difference"}
 
 
-def _with_params(loaded: Loaded) -> Loaded:
-    """Merge `verify.params` over `params`."""
-    config = loaded.config
-    params = with_value(config.params, [], config.verify.params)
-    return dataclasses.replace(loaded, config=dataclasses.replace(config, params=params))
+def shortened(file: Path, overrides: Sequence[str]) -> Loaded:
+    """Return the config with `verify.params` over `params`, wherever the YAML refers to them; typed ones come last."""
+    loaded = load(file, overrides)
+    return load(file, [*_typed("params", loaded.config.verify.params), *overrides])
+
+
+def _typed(key: str, value: Any) -> Iterator[str]:
+    """Yield values as a command line has them."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _typed(f"{key}.{name}", inner)
+    else:
+        yield f"{key}={json.dumps(value)}"
 
 
 def _run_and_step(word: str, runs_dir: Path, steps: int) -> tuple[RunDir, int]:

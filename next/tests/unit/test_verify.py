@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jobkit.cli.verify import shortened
 from jobkit.run.records import InterruptionKind
 from jobkit.verify.compare import Place, course_of, differing_values, first_difference, repeated_steps
 from jobkit.verify.explain import difference_lines, interruption_words
@@ -112,3 +114,15 @@ def test_times_in_results_and_values_accuse_nobody() -> None:
 def test_the_course_of_a_straight_run() -> None:
     places = [place(0, "restored"), place(1), place(2, epoch=1), place(2, "evaluated", epoch=1), place(3, epoch=1)]
     assert course_of({0: places}) == Course(first=0, last=3, evaluations=(2,), epoch_ends=(2,))
+
+
+def test_params_of_verify_reach_the_command_and_typed_ones_come_last(tmp_path: Path) -> None:
+    file = tmp_path / "exp.yaml"
+    file.write_text(
+        "name: test\ncommand: [python, train.py, '--steps=${params.steps}']\n"
+        "params: {steps: 500, lr: 0.1, model: {dim: 8, depth: 3}}\n"
+        "verify: {params: {steps: 15, lr: 0.5, model: {dim: 2}}}\n"
+    )
+    config = shortened(file, ["params.lr=0.9"]).config
+    assert config.command[-1] == "--steps=15"
+    assert config.params == {"steps": 15, "lr": 0.9, "model": {"dim": 2, "depth": 3}}
