@@ -79,6 +79,7 @@ class JobkitCallback(transformers.TrainerCallback):
         if not self.ctx.step:
             return self._train(*arguments, **options)
         args, control = self._trainer.args, self._trainer.control
+        args.eval_on_start = False  # the first attempt has done it
         state = transformers.TrainerState(
             global_step=self.ctx.step,
             train_batch_size=self._trainer._train_batch_size,
@@ -120,6 +121,7 @@ class JobkitCallback(transformers.TrainerCallback):
                 "leave resume_from_checkpoint out, jobkit restores by itself"
             )
         self._has_begun = True
+        state.compute_steps(args, state.max_steps)  # a state that was read has parts of the whole as the code has them
         self._choose_saving(args)
         scaler = trainer.accelerator.scaler
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # within accelerate's

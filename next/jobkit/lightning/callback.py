@@ -90,7 +90,8 @@ class JobkitCallback(lightning.Callback):  # type: ignore[misc]
         if (given := trainer.ckpt_path) != self.checkpoint and (given or self.checkpoint):
             raise UsageError(
                 f"trainer.fit got ckpt_path={given!r}, and the run stands at step {self.ctx.step}: write trainer.fit("
-                "..., ckpt_path=job.checkpoint), and load weights to begin with into the module"
+                "..., ckpt_path=job.checkpoint), and load weights to begin with into the module. A callback that reads "
+                "a checkpoint of its own, as LearningRateFinder, is for a script without jobkit"
             )
         loop = self.ctx._loop
         self._state = TrainerState(trainer, with_weights=loop.drill is not None)

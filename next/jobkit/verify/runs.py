@@ -182,7 +182,7 @@ class Verification:
 def _notes(straight: Trace) -> list[str]:
     """Return lines about what no comparison sees, and no restart puts back."""
     hints = {
-        "samples": "ctx.loader and ctx.batches show them",
+        "samples": "ctx.loader and ctx.batches show them, but for streams",
         "logged values": "ctx.log shows them",
     }
     unseen = [f"{name} ({hint})" for name, hint in hints.items() if name not in compare.seen(straight)]

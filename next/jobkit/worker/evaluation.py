@@ -68,7 +68,13 @@ class Evaluator:
 
     def _to_folder(self, function: PerSample, dataset: Any, folder: Path, options: dict[str, Any]) -> None:
         size = options.get("batch_size", 1)
-        place = {"run": self._rank.run.name, "step": self._loop.boundary.step, "batches": [len(dataset), size]}
+        run = self._rank.run
+        place = {
+            "run": run.name,
+            "code": run.code.resolve().name,  # another code may write other files
+            "step": self._loop.boundary.step,
+            "batches": [len(dataset), size],
+        }
 
         def file_of(number: int) -> Path:
             return folder / f"batch_{number:08d}.pt"

@@ -195,3 +195,5 @@ class _ScriptEnd:
         codes = {"finished": EXIT_FINISHED, "stopped": EXIT_RESUMABLE, "failed": EXIT_FAILED}
         if self._begun is not None:
             self._begun.close(end, codes[end.kind])
+            if end.kind == "finished":
+                log.info("%s finished; run directory: %s", self._rank.run.name, self._rank.run.path)
