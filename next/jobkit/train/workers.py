@@ -1,23 +1,45 @@
 """The start of a DataLoader's worker: the stop signals are for the rank, which saves and then ends its workers.
 
-torchrun, timeout and a shell send SIGTERM to a whole process group. A worker that it ends would be an error of the rank
-before the rank comes to save. Every loader that jobkit reads begins its workers so.
+    torchrun, timeout --SIGTERM to the group--> rank: saves      worker: goes on, until the rank's exit sets a flag
+
+A worker that the signal ended would be an error of the rank before the rank comes to save. Every loader that jobkit
+reads begins its workers so.
 """
 
 from __future__ import annotations
 
+import atexit
+import mmap
+import os
 import signal
 from collections.abc import Callable
+from typing import Any
+
+_ENDS: dict[int, mmap.mmap] = {}
+"""By process: a byte in shared memory, 1 from the exit of the process on."""
+
+
+def _end_of_process() -> mmap.mmap:
+    if os.getpid() not in _ENDS:
+        _ENDS.clear()
+        flag = _ENDS[os.getpid()] = mmap.mmap(-1, 1)
+        atexit.register(flag.__setitem__, 0, 1)  # before multiprocessing's own, which sends SIGTERM and waits
+    return _ENDS[os.getpid()]
 
 
 class WorkerInit:
-    """A worker_init_fn that leaves the stop signals alone, and then calls the script's own."""
+    """A worker_init_fn that takes stop signals from the end of the rank alone, and then calls the script's own."""
 
     def __init__(self, init: Callable[[int], object] | None) -> None:
         self._init = init
+        self._ends: mmap.mmap | None = _end_of_process()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_init": self._init, "_ends": None}  # a worker that is spawned has no memory of the rank's
 
     def __call__(self, number: int) -> None:
-        for stop in (signal.SIGTERM, signal.SIGUSR2):
-            signal.signal(stop, signal.SIG_IGN)
+        if (ends := self._ends) is not None:
+            for stop in (signal.SIGTERM, signal.SIGUSR2):
+                signal.signal(stop, lambda *_: os._exit(0) if ends[0] else None)
         if self._init is not None:
             self._init(number)
