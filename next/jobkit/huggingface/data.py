@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from jobkit.train.foreign_loader import Places, SeededCollate, SeededDataset
+from jobkit.train.batch import as_it_is
+from jobkit.train.foreign_loader import Places, SeededDataset
 from jobkit.train.seeds import derive_seed
 from jobkit.train.workers import WorkerInit
 
@@ -79,8 +80,8 @@ def seed_batches(loader: Any, seed: int, rank: int, limit: int | None) -> Traine
         return base.batch_sampler
     places = TrainerPlaces(base.batch_sampler, seed, rank, limit)
     changes = {
-        "dataset": SeededDataset(base.dataset),
-        "collate_fn": SeededCollate(base.collate_fn),
+        "dataset": SeededDataset(base.dataset, base.collate_fn),
+        "collate_fn": as_it_is,
         "batch_sampler": places,
         "worker_init_fn": WorkerInit(base.worker_init_fn),
         "generator": torch.Generator().manual_seed(seed),  # else each pass draws from the training's

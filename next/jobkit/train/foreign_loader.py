@@ -1,7 +1,7 @@
 """A pass over a DataLoader of the script's own, as a function of one number: exact in another attempt.
 
     base (drawn from torch's generator when the pass begins)
-      --seeds--> the sampler's draws | each sample's draws, by (base, batch, place) | collate's, by (base, batch)
+      --seeds--> the sampler's draws | the draws of a batch's samples and of its collate, by (base, batch)
 
 A checkpoint holds (base, batches taken); batches that are done are skipped without loading. A stream is read again, or
 goes on from its own state. All of it happens on a copy of the loader. worker/epochs.py and the adapters of frameworks
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
+from jobkit.train.batch import as_it_is
 from jobkit.train.seeds import (
     derive_seed,
     generator_state,
@@ -143,9 +144,9 @@ class Pass:
             rest = _After(loader.sampler, self.skipped)
             sampler = BatchSampler(rest, loader.batch_size or 1, loader.drop_last) if by_batch else rest
         return {
-            "dataset": SeededDataset(loader.dataset),
+            "dataset": SeededDataset(loader.dataset, loader.collate_fn),
             "batch_sampler" if by_batch else "sampler": Places(sampler, self.base, self._draws, self._first, self._ids),
-            "collate_fn": SeededCollate(loader.collate_fn),
+            "collate_fn": as_it_is,
         }
 
     def _read(self, loader: Any) -> Iterator[Any]:
@@ -227,7 +228,7 @@ class _OwnGenerators:
 
 
 class Places:
-    """A sampler's items with their seeds: [((draws, batch), place, index), ...] for a batch, one of these for a sample.
+    """A sampler's items with their seeds: [((draws, batch), index), ...] for a batch, one of these for a sample.
 
     `base` decides what the sampler draws, `draws` what is drawn for the batches, which go on from the one with the
     number `first`. Samplers draw at the first `next`, not when the iterator is made: each `next` runs under the pass's
@@ -259,52 +260,36 @@ class Places:
                 several = isinstance(item, (list, tuple))
                 indices = list(item) if several else [item]
                 self.ids[number] = [index for index in indices if isinstance(index, int)]
-                places = [((draws, number), place, index) for place, index in enumerate(indices)]
+                places = [((draws, number), index) for index in indices]
                 yield places if several else places[0]
 
 
 class SeededDataset(Dataset[Any]):
-    """A dataset whose samples draw by their place in the pass."""
+    """A dataset of collated batches, whose draws and collate's follow from the number of the batch: one seed for all.
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+    To seed for each sample would take longer than many a sample.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any]) -> None:
+        self.dataset, self._collate = dataset, collate
 
     def __getattr__(self, name: str) -> Any:  # of the user's dataset, for worker_init_fn
-        if name in ("dataset", "__getstate__", "__setstate__"):
+        if name in ("dataset", "_collate", "__getstate__", "__setstate__"):
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, key: tuple[Batch, int, Any]) -> tuple[Batch, Any]:
-        batch, place, index = key
+    def __getitem__(self, key: tuple[Batch, Any]) -> Any:
+        batch, index = key
         with preserved_but_in_worker():
-            seed_cpu_generators(derive_seed(*batch, place))
-            return batch, self.dataset[index]
+            seed_cpu_generators(derive_seed(*batch))
+            return self._collate(self.dataset[index])
 
-    def __getitems__(self, keys: list[tuple[Batch, int, Any]]) -> tuple[Batch, Any]:
-        batch: Batch = keys[0][0] if keys else (0, 0)
+    def __getitems__(self, keys: list[tuple[Batch, Any]]) -> Any:
         with preserved_but_in_worker():
-            load = getattr(self.dataset, "__getitems__", None)
-            if callable(load):
-                seed_cpu_generators(derive_seed(*batch, 0))
-                return batch, load([index for _, _, index in keys])
-            samples = []
-            for _, place, index in keys:
-                seed_cpu_generators(derive_seed(*batch, place))
-                samples.append(self.dataset[index])
-        return batch, samples
-
-
-class SeededCollate:
-    """A collate function that draws by the number of its batch."""
-
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self._collate = collate
-
-    def __call__(self, item: tuple[Batch, Any]) -> Any:
-        batch, samples = item
-        with preserved_but_in_worker():
-            seed_cpu_generators(derive_seed(*batch, "collate"))
-            return self._collate(samples)
+            if keys:
+                seed_cpu_generators(derive_seed(*keys[0][0]))
+            indices, load = [index for _, index in keys], getattr(self.dataset, "__getitems__", None)
+            return self._collate(load(indices) if callable(load) else [self.dataset[index] for index in indices])
