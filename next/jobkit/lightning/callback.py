@@ -41,6 +41,8 @@ class JobkitCallback(lightning.Callback):  # type: ignore[misc]
         # Else Lightning would count Slurm's tasks, requeue the job and load files of its own.
         environments.SLURMEnvironment.detect = staticmethod(lambda: False)
         self.ctx: Context = given
+        # Before Lightning waits for ranks that nobody starts.
+        environments.LightningEnvironment.validate_settings = lambda _, **sizes: self._check_size(**sizes)
         self._trainer: Any = None
         self._state: TrainerState | None = None
         self._total: int | None = None
@@ -52,6 +54,13 @@ class JobkitCallback(lightning.Callback):  # type: ignore[misc]
         """Lightning's checkpoint that the run continues from, for `trainer.fit(ckpt_path=...)`; None at its begin."""
         return str(self.ctx.checkpoint / FILE) if self.ctx.checkpoint is not None else None
 
+    def _check_size(self, *, num_devices: int, num_nodes: int) -> None:
+        if num_devices * num_nodes != self.ctx.world_size:
+            raise UsageError(
+                f"Trainer(devices={num_devices}, num_nodes={num_nodes}), and {self.ctx.world_size} "
+                "rank(s) run: give it tasks_per_node and nodes of the YAML's `resources:`"
+            )
+
     # Lightning's hooks
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -62,11 +71,7 @@ class JobkitCallback(lightning.Callback):  # type: ignore[misc]
         if self._trainer is not None:
             raise UsageError("this is the second trainer.fit of the run: a run has one; make the other one a run too")
         self._trainer = trainer
-        if trainer.world_size != self.ctx.world_size:
-            raise UsageError(
-                f"Trainer(devices={trainer.num_devices}, num_nodes={trainer.num_nodes}), and {self.ctx.world_size} "
-                "rank(s) run: give it tasks_per_node and nodes of the YAML's `resources:`"
-            )
+        self._check_size(num_devices=trainer.num_devices, num_nodes=trainer.num_nodes)
         others = [logger for logger in trainer.loggers if type(logger).__name__ != "TensorBoardLogger"]
         trainer.loggers = [JobkitLogger(self.ctx), *others]
         files, process = trainer.strategy.checkpoint_io, trainer.strategy.process_dataloader
