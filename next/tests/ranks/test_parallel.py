@@ -291,3 +291,27 @@ def unfreeze(ranks: RankGroup, folder: Path) -> str:
 def test_layers_that_are_unfrozen_behind_ddp_are_named_before_they_are_saved(tmp_path: Path) -> None:
     for text in run_ranks(unfreeze, 2, tmp_path):
         assert text.startswith("0.weight was frozen when ctx.parallelize was called")
+
+
+def accumulate(ranks: RankGroup, folder: Path, steps: int) -> bool:
+    """Add gradients up without a step of the optimizer; return whether they are there before the loop."""
+    ctx = Attempt(ranks, folder, config_of({"data": "zero3"}, every=1)).ctx
+    torch.manual_seed(0)
+    model = ctx.parallelize(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)))
+    optimizer = ctx.optimizer(model, torch.optim.SGD, lr=0.1)
+    ctx.track(model=model, optimizer=optimizer)
+    present = False
+    for step in ctx.steps(4):
+        present = next(model.parameters()).grad is not None
+        if step == steps:
+            ctx._checkpointer.wait()
+            break
+        model(torch.ones(2, 4)).sum().backward()
+    return present
+
+
+def test_gradients_that_were_added_up_go_on_with_the_same_ranks_alone(tmp_path: Path) -> None:
+    assert run_ranks(accumulate, 2, tmp_path, 2) == [True, True]
+    shutil.copytree(tmp_path, tmp_path.with_name("fewer"), symlinks=True)
+    assert run_ranks(accumulate, 2, tmp_path, 2) == [True, True]
+    assert run_ranks(accumulate, 1, tmp_path.with_name("fewer"), 2) == [False]
