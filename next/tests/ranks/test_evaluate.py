@@ -133,7 +133,9 @@ def test_a_generation_that_was_broken_off_goes_on_with_the_files_that_lack(tmp_p
     second = run_ranks(generation, ranks, tmp_path / "stops", 2, None)
     assert sorted(chain(*first, *second)) == list(range(23))
     assert contents(tmp_path / "stops") == whole
-    # A map of another step makes all files anew, and so does a second one of the same attempt.
-    assert sum(map(len, run_ranks(generation, ranks, tmp_path / "stops", 3, None, 500))) == 23
+    # Other code makes all files anew, and so do a map of another step and a second one of the same attempt.
+    (tmp_path / "stops" / "test-01234567" / "code").symlink_to(tmp_path / "other")
+    assert sum(map(len, run_ranks(generation, ranks, tmp_path / "stops", 3, None))) == 23
+    assert sum(map(len, run_ranks(generation, ranks, tmp_path / "stops", 4, None, 500))) == 23
     assert not set(contents(tmp_path / "stops")) & set(whole)
     assert sum(map(len, run_ranks(generation, ranks, tmp_path / "twice", 1, None))) == 46
