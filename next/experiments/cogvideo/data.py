@@ -42,9 +42,9 @@ class Clips(Dataset):
         except (OSError, SafetensorError) as error:
             raise jobkit.UsageError(f"{self.files[i]} cannot be read: {error}") from None
         for name, shape in self.shapes.items():
-            found = list(tensors[name].shape) if name in tensors else "nothing"
-            if found != list(shape):
-                raise jobkit.UsageError(f"{self.files[i]}: {name}: found {found}, expected {list(shape)}")
+            present = list(tensors[name].shape) if name in tensors else "nothing"
+            if present != list(shape):
+                raise jobkit.UsageError(f"{self.files[i]}: {name}: found {present}, expected {list(shape)}")
         return tensors["latent"].float(), tensors["text"].float()
 
 

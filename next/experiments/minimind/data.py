@@ -69,9 +69,9 @@ class Tokenizer:
 def open_tokenizer(p: DictConfig) -> Bytes | Tokenizer:
     """The tokenizer of a recipe. Raises UsageError where the model has too small a vocabulary for it."""
     tokenizer = Bytes() if p.tokenizer == "bytes" else Tokenizer(Path(p.tokenizer), p.ends)
-    if (least := tokenizer.vocabulary) > (found := p.model.vocabulary):
+    if (least := tokenizer.vocabulary) > (size := p.model.vocabulary):
         raise jobkit.UsageError(
-            f"params.model.vocabulary: found {found}, expected {least} or more, as {p.tokenizer} has"
+            f"params.model.vocabulary: found {size}, expected {least} or more, as {p.tokenizer} has"
         )
     return tokenizer
 
@@ -142,8 +142,8 @@ def texts(file: Path) -> Iterator[bytes]:
             try:
                 yield json.loads(line)["text"].encode()
             except (ValueError, KeyError, TypeError, AttributeError):
-                found = line[:60].decode(errors="replace").strip()
-                raise jobkit.UsageError(f'{file}:{number}: found {found}, expected {{"text": "..."}}') from None
+                text = line[:60].decode(errors="replace").strip()
+                raise jobkit.UsageError(f'{file}:{number}: found {text}, expected {{"text": "..."}}') from None
 
 
 def write_topics(file: Path) -> None:

@@ -44,7 +44,7 @@ class Check:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", metavar="NAME", help="slurm, or a name under `clusters:` in your own config file")
-    parser.add_argument("--local", action="store_true", help="nothing of a cluster")
+    parser.add_argument("--local", action="store_true", help="check this machine alone, and no cluster")
     parser.add_argument("--nodes", type=int, metavar="N", help="time all-reduces over N nodes; a slow one is named")
     parser.add_argument("--runs-dir", type=Path, metavar="DIR", help="default: $JOBKIT_RUNS or ./runs")
     examples = {

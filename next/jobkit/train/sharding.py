@@ -51,8 +51,8 @@ def shard(
         if dtype is not None:
             inner = [part for part in unit.modules() if part is not unit and not isinstance(part, FSDPModule)]
             for part in (part for part in inner if isinstance(part, EXACT)):
-                own = list(part.parameters(recurse=False))
-                if own and all(uses[parameter] == 1 for parameter in own):
+                direct = list(part.parameters(recurse=False))
+                if direct and all(uses[parameter] == 1 for parameter in direct):
                     fully_shard(part, **options)  # type: ignore[call-overload]
         own_type = isinstance(unit, EXACT)
         fully_shard(unit, mp_policy=MixedPrecisionPolicy() if own_type else reduced, **options)  # type: ignore[call-overload]

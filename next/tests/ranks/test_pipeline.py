@@ -123,7 +123,7 @@ def test_stages_together_are_the_whole_model(kind: str, stages: int) -> None:
     for losses, output, _, schedules in answers:
         assert losses == pytest.approx(expected) and schedules == 2
         np.testing.assert_allclose(output, call(model, form(data())).detach().numpy(), rtol=1e-5)
-    check([found for _, _, found, _ in answers], gradients(model))
+    check([part for _, _, part, _ in answers], gradients(model))
 
 
 def with_replicas(ranks: RankGroup, freezes: bool) -> tuple[float, float, float, dict[str, Any]]:
@@ -132,9 +132,9 @@ def with_replicas(ranks: RankGroup, freezes: bool) -> tuple[float, float, float,
     for _ in range(2):
         pipeline.zero_grad()
         loss = pipeline.backward(X[share], mean_square, Y[share])
-    norm, found = gradient_norm(pipeline.parameters(), pipeline.group), gradients(pipeline)
+    norm, values = gradient_norm(pipeline.parameters(), pipeline.group), gradients(pipeline)
     clip_gradients(pipeline.parameters(), 0.5 * float(norm), norm)
-    return float(loss), float(norm), float(gradient_norm(pipeline.parameters(), pipeline.group)), found
+    return float(loss), float(norm), float(gradient_norm(pipeline.parameters(), pipeline.group)), values
 
 
 @pytest.mark.parametrize("freezes", [False, True], ids=["all trained", "a stage without gradients"])
@@ -147,8 +147,8 @@ def test_with_ddp_around_the_stages_gradients_and_their_norm_are_the_global_batc
     for replica in (0, 1):
         check([answers[replica][3], answers[replica + 2][3]], gradients(model))
     assert (answers[0][0] + answers[1][0]) / 2 == pytest.approx(loss.item())
-    for _, found, clipped, _ in answers:
-        assert found == pytest.approx(norm) and clipped == pytest.approx(norm / 2, rel=1e-4)
+    for _, value, clipped, _ in answers:
+        assert value == pytest.approx(norm) and clipped == pytest.approx(norm / 2, rel=1e-4)
 
 
 def with_dropout(ranks: RankGroup) -> tuple[list[float], list[float], int]:

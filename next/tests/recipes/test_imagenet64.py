@@ -87,11 +87,11 @@ def test_discrete_paths_hide_tokens_and_a_perfect_network_draws_the_image() -> N
 
 def test_frechet_distance_is_the_formula_and_sums_of_parts_add_up() -> None:
     features = torch.randn(2, 50, 6) * torch.linspace(1, 3, 6) + torch.tensor([0.0, 0.5])[:, None, None]
-    one, other = (fid.gaussian(fid.sums_of(part[:20]) + fid.sums_of(part[20:])) for part in features)
+    first, second = (fid.gaussian(fid.sums_of(part[:20]) + fid.sums_of(part[20:])) for part in features)
     a, b = features.double().numpy()
     root = sqrtm(np.cov(a.T) @ np.cov(b.T)).real
     expected = ((a.mean(0) - b.mean(0)) ** 2).sum() + np.trace(np.cov(a.T) + np.cov(b.T) - 2 * root)
-    assert fid.frechet_distance(*one, *other) == pytest.approx(expected, rel=1e-9)
+    assert fid.frechet_distance(*first, *second) == pytest.approx(expected, rel=1e-9)
     with pytest.raises(jobkit.UsageError, match=r"params\.inception=PATH"):  # no other distance takes FID's name
         fid.inception("")
 

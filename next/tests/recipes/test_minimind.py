@@ -67,7 +67,7 @@ def test_packed_sequences_hold_each_token_as_a_target_once(tmp_path: Path) -> No
     texts = [f"document {number}" for number in range(60)]
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in [*texts, *texts]))
-    folder, found = pack(file, Bytes(), held_out=0.3), {}
+    folder, texts_of = pack(file, Bytes(), held_out=0.3), {}
     for part in ("training", "held_out"):
         packed = Packed(folder / f"{part}.bin", 16, is_whole=True)
         sequences = [packed[i] for i in range(len(packed))]
@@ -77,10 +77,10 @@ def test_packed_sequences_hold_each_token_as_a_target_once(tmp_path: Path) -> No
         assert all(torch.equal(tokens[1:], target[:-1]) for tokens, target in sequences[:-1])
         assert len(Packed(folder / f"{part}.bin", 16, is_whole=False)) == (len(tokens) - 1) // 16
         ends = [place for place, token in enumerate(tokens) if token == Bytes.end]
-        found[part] = [Bytes().decode(tokens[a + 1 : b]) for a, b in zip([-1, *ends], ends, strict=False)]
-    assert sorted(found["training"] + found["held_out"]) == sorted(texts)  # each text in one part, and once
+        texts_of[part] = [Bytes().decode(tokens[a + 1 : b]) for a, b in zip([-1, *ends], ends, strict=False)]
+    assert sorted(texts_of["training"] + texts_of["held_out"]) == sorted(texts)  # each text in one part, and once
     facts = json.loads((folder / "corpus.json").read_text())
-    assert facts["held_out_bytes"] == sum(map(len, found["held_out"])) and len(facts["sha256"]) == 64
+    assert facts["held_out_bytes"] == sum(map(len, texts_of["held_out"])) and len(facts["sha256"]) == 64
     assert pack(file, Bytes(), held_out=0.3) == folder != pack(file, Bytes(), held_out=0.4)
 
 
