@@ -45,6 +45,8 @@ class Manner:
     """Stay with a run that the command does not have in the foreground."""
     as_json: bool = False
     """Print one object for programs, and return at once."""
+    notify: str | None = None
+    """A command for the ends of the run; None keeps the one that an earlier submission gave."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,6 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     place.add_argument("--cluster", metavar="NAME", help="slurm, or a name under `clusters:` (default: slurm if there)")
     parser.add_argument("--dry-run", action="store_true", help="print the config and the script; write nothing")
     parser.add_argument("--fresh", action="store_true", help="a new run, even though one of this config exists")
+    parser.add_argument(
+        "--after", action="append", default=[], metavar="RUN", help="start once this run is finished; may be repeated"
+    )
     add_manner(parser)
     parser.add_argument(
         "--runs-dir", type=Path, metavar="DIR", help="where runs live (default: $JOBKIT_RUNS or ./runs)"
@@ -67,11 +72,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_manner(parser: argparse.ArgumentParser) -> None:
-    """Define --detach, --follow and --json, which `jobkit resume` has too."""
+    """Define --detach, --follow, --json and --notify, which `jobkit resume` has too."""
     parser.add_argument("--detach", action="store_true", help="on this machine: in the background, return at once")
     parser.add_argument("--follow", action="store_true", help="on Slurm: stay, and show output and progress")
     parser.add_argument(
         "--json", action="store_true", help="for programs: start, print {run, dir, state, job_id, ...} and return"
+    )
+    parser.add_argument(
+        "--notify",
+        metavar="COMMAND",
+        help="run it in a shell, with JOBKIT_TEXT, when the run ends; kept until another is given, '' for none",
     )
 
 
@@ -80,13 +90,19 @@ def manner_of(arguments: argparse.Namespace) -> Manner:
     if arguments.follow and (arguments.detach or arguments.json):
         other = "--detach" if arguments.detach else "--json"
         raise InputError(f"{other} returns at once", key="--follow", hint="give one of them")
-    return Manner(detach=arguments.detach or arguments.json, follow=arguments.follow, as_json=arguments.json)
+    return Manner(
+        detach=arguments.detach or arguments.json,
+        follow=arguments.follow,
+        as_json=arguments.json,
+        notify=arguments.notify,
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the submission that the command line says; returns the exit code."""
     from jobkit.run.load import load
     from jobkit.run.runs import runs_dir_of
+    from jobkit.submission import chain
     from jobkit.submission.plan import target
 
     manner = manner_of(arguments)
@@ -94,8 +110,10 @@ def run(arguments: argparse.Namespace) -> int:
     for note in loaded.notes:
         print(note, file=sys.stderr)
     _refuse_later_keys(loaded)
+    runs_dir = runs_dir_of(arguments.runs_dir)
+    loaded = chain.resolve(loaded, arguments.after, runs_dir)
     place = target(loaded.config, local=arguments.local, cluster=arguments.cluster)
-    plan = plan_of(loaded, runs_dir_of(arguments.runs_dir), place)
+    plan = plan_of(loaded, runs_dir, place)
     if arguments.dry_run:
         return _dry_run(plan)
     return _start(plan, Path.cwd(), "new" if arguments.fresh else "newest", manner)
@@ -108,14 +126,15 @@ def resume(run: RunDir, manner: Manner) -> int:
     """
     from jobkit.run.journal import read_status
     from jobkit.run.load import load
-    from jobkit.submission import checks
+    from jobkit.submission import chain, checks
     from jobkit.submission.plan import target
 
     checks.refuse_foreign(run)
-    submitted = read_status(run).submitted
+    status = read_status(run)
+    submitted = status.submitted
     if submitted is not None and submitted.launcher is not None:
         raise InputError(f"jobkit does not start its ranks: {to_continue(run.path, submitted)}", key=run.name)
-    loaded = load(run.config_file)
+    loaded = chain.resolve(load(run.config_file), (), run.path.parent, may_be_gone=bool(status.attempts))
     place = target(loaded.config, local=False, cluster=submitted.entry if submitted is not None else None)
     enter_folder(submitted)
     return _start(plan_of(loaded, run.path.parent, place, run.code).at(run), None, "this", manner)
@@ -141,9 +160,18 @@ def _start(plan: LaunchPlan, code: Path | None, which: Which, manner: Manner) ->
     from jobkit.submission import transaction
     from jobkit.submission.follow import follow, follow_local
     from jobkit.submission.signals import Signals
+    from jobkit.supervisor import notify
 
     with Signals() as signals:
-        outcome = transaction.submit(plan, code, which=which, job_exists=signals.job_exists)
+        outcome = transaction.submit(
+            plan,
+            code,
+            which=which,
+            job_exists=signals.job_exists,
+            prepare=lambda run: notify.keep(run, manner.notify),
+        )
+        if not outcome.started and not outcome.before.is_over:
+            notify.keep(outcome.run, manner.notify)
         if outcome.process is not None and not manner.detach:
             _announce(outcome)
             return follow_local(outcome.run, outcome.process, signals)
@@ -154,7 +182,7 @@ def _start(plan: LaunchPlan, code: Path | None, which: Which, manner: Manner) ->
 
 
 def _refuse_later_keys(loaded: Loaded) -> None:
-    later = {"sweep": loaded.sweep, "after": loaded.config.after, "container": loaded.config.container}
+    later = {"sweep": loaded.sweep, "container": loaded.config.container}
     for key, value in later.items():
         if value:
             raise loaded.locate(InputError("not yet in this edition of jobkit", key=key))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jobkit.errors import InputError, nearest
+from jobkit.run.chain import waits_for
 from jobkit.run.journal import cached_status, read_status
 from jobkit.run.records import Progress
 from jobkit.run.rundir import RunDir
@@ -66,7 +67,7 @@ def read_rows(runs: Iterable[RunDir]) -> list[Row]:
             status, view = view.status.as_dict(), None
         progress = run.progress() if status.get("state") != "finished" else None
         logged = progress.values if progress is not None else {}
-        facts = _facts(run, status, view, progress) | {"waits": _reason(view) or waiting.get(str(run.path))}
+        facts = _facts(run, status, view, progress) | {"waits": _waits(view) or waiting.get(str(run.path))}
         values = {
             **logged,
             **dict(leaves(facts["result"], "")),
@@ -78,8 +79,10 @@ def read_rows(runs: Iterable[RunDir]) -> list[Row]:
     return rows
 
 
-def _reason(view: View | None) -> str | None:
-    """Slurm's word for what a waiting job waits for."""
+def _waits(view: View | None) -> str | None:
+    """The runs that a run comes after, else Slurm's word for what its job waits for."""
+    if view is not None and (others := waits_for(view.run, view.status)):
+        return others
     return view.job.reason if view is not None and view.job is not None and view.is_pending else None
 
 

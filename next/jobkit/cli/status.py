@@ -17,6 +17,7 @@ from jobkit.cli.arguments import add_runs, chosen
 from jobkit.errors import EXIT_FINISHED
 from jobkit.run import records
 from jobkit.run.accounting import Account, accounts, goodput
+from jobkit.run.chain import waits_for
 from jobkit.run.duration import format_seconds
 from jobkit.run.files import json_text, read_json
 from jobkit.run.records import Ended, Progress
@@ -107,6 +108,8 @@ def describe(view: View, progress: Progress | None, now: float) -> list[str]:
     lines = [f"{run.name}: {state}{_steps(spent, progress)}"]
     if view.words:
         lines.append(f"  {view.words}")
+    if waiting := waits_for(run, status):
+        lines.append(f"  it starts once these are finished: {waiting}")
     if state == "queued" and view.job is None and (turn := turns().get(str(run.path))):
         lines.append(f"  it waits for devices of this machine: {turn}")
     if (view.is_pending or state == LOST) and run.failed_starts.exists():

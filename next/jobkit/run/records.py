@@ -260,6 +260,8 @@ class Submitted(Event):
     person's submission alone."""
     task: int | None = None
     """Which task of a job array this run is."""
+    after: list[str] = field(default_factory=list)
+    """Runs that must be finished before this one begins: names in the same folder, or paths."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 runs/<name>-<hash8>/
   config.yaml  code -> ../.code/<digest>     written by the submission, before there is a job
+  notify                                     the command of --notify; readable by its owner alone
   events.jsonl  status.json                  run/journal.py
   requests/  ends/  progress.json  lease.json  supervisor.json      run/records.py
   checkpoints/step_00000500/   tensorboard/    written by ranks
@@ -58,6 +59,9 @@ class RunDir:
     progress_file = _Path("progress.json")
     code = _Path("code")
     """A link to the code snapshot of the newest submission."""
+    notify_file = _Path("notify")
+    notify_log = _Path("logs/notify.log")
+    """The command of `--notify`, and what it prints; both are for their owner alone."""
     checkpoints = _Path("checkpoints")
     tensorboard = _Path("tensorboard")
     final = _Path("final")

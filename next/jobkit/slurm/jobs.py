@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cache
@@ -277,3 +277,13 @@ def cancel(*job_ids: str) -> None:
 def exclude_nodes(job_id: str, nodes: str) -> None:
     """Replace the list of nodes that a job may not get, the user's included; Slurm takes it after the requeue only."""
     run("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={nodes}")
+
+
+def depend(job_id: str, others: Sequence[str]) -> None:
+    """Let a job wait until others have ended, however they end; Slurm takes this after the requeue only."""
+    run("scontrol", "update", f"JobId={job_id}", f"Dependency={afterany(others)}")
+
+
+def afterany(job_ids: Sequence[str]) -> str:
+    """Return sbatch's words for a job that starts once others have ended."""
+    return f"afterany:{':'.join(job_ids)}"

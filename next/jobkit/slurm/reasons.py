@@ -6,6 +6,7 @@ REASONS = {
     "Priority": "jobs of higher priority are before it",
     "Resources": "the nodes that it needs are in use",
     "DependencyNeverSatisfied": "a job that it waits for ended otherwise than was asked for: it will never start",
+    "Dependency": "the jobs that it waits for have not ended",
     "BeginTime": "it may start later only: a requeued job waits about two minutes",
     "ReqNodeNotAvail": "a node that it needs is down, drained or reserved, as for maintenance before its time is over",
     "PartitionConfig": "the partition does not take it: more nodes than it has or allows, or none that it may use",

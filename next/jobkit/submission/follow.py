@@ -14,6 +14,7 @@ import time
 
 from jobkit.display import Display
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED
+from jobkit.run.chain import waits_for
 from jobkit.run.journal import read_status
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Attempt, Status
@@ -114,7 +115,7 @@ def follow_local(run: RunDir, process: subprocess.Popen[bytes], signals: Signals
             stop.ask(status, kills=len(signals.received) > 1)
         elif status.open_attempt is None and time.monotonic() >= look_at:
             look_at = time.monotonic() + AGAIN_SECONDS
-            if (turn := turns().get(str(run.path), "")) not in ("", turn_shown):
+            if (turn := waits_for(run, status) or turns().get(str(run.path), "")) not in ("", turn_shown):
                 turn_shown = turn
                 follower.display.say(f"waiting: {turn}")
         follower.refresh(status)

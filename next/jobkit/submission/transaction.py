@@ -28,7 +28,7 @@ from jobkit.run.rundir import RunDir
 from jobkit.run.runs import versions
 from jobkit.run.view import UNDER_WAY, View, view
 from jobkit.slurm import commands
-from jobkit.submission import checks
+from jobkit.submission import chain, checks
 from jobkit.submission.plan import LaunchPlan
 from jobkit.submission.sbatch import patiently
 from jobkit.usage import to_type
@@ -82,6 +82,7 @@ def submit(
                 raise SchedulerError(f"{run.name}: {before.words}; a second job could train beside it; {gone}")
             return Outcome(run=run, before=before, started=False, job_id=before.job_id)
         checks.refuse_foreign(run)
+        plan = chain.depend(plan.at(run))
         journal = None
         try:
             journal = _prepare(plan.at(run), folder, before, prepare)
@@ -155,6 +156,7 @@ def _prepare(plan: LaunchPlan, folder: Path | None, before: View, prepare: Calla
             folder=str(Path.cwd()),
             code=code.name if code is not None else run.code.resolve().name,
             config={key: written[key] for key in ("name", "seed", "params")},
+            after=plan.config.after,
         )
     )
     return journal

@@ -13,7 +13,9 @@ from collections.abc import Sequence
 
 from jobkit.errors import EXIT_RESUMABLE, LostLease
 from jobkit.log import configure, log
+from jobkit.run.journal import read_status
 from jobkit.run.rundir import RunDir
+from jobkit.supervisor import chain, notify
 from jobkit.supervisor.allocation import Allocation
 from jobkit.supervisor.attempt import Me, NotRunnable, take_over
 from jobkit.supervisor.loop import DISK_SECONDS, Supervisor, once_there_is_room
@@ -27,19 +29,35 @@ def main(arguments: Sequence[str]) -> int:
     signals: list[int] = []
     for signum in (signal.SIGTERM, signal.SIGINT):  # job.sh has ignored SIGTERM until here
         signal.signal(signum, lambda number, frame: signals.append(number))
+    before = read_status(run)
     try:
         if scheduler == "slurm":
-            from jobkit.supervisor.slurm_allocation import SlurmAllocation, this_job
+            from jobkit.supervisor.slurm_allocation import this_job
 
             me = this_job(run)
         else:
             me = Me(job_id=os.environ["JOBKIT_JOB_ID"], token=os.environ["JOBKIT_TOKEN"])
+    except NotRunnable as error:
+        log.warning("%s: %s", run.name, error)
+        return error.exit_code
+    code = _run(run, me, scheduler, srun_arguments, signals)
+    notify.tell(run, me.token, before)
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, signal.SIG_IGN)  # at its end Python gives up handlers, and a signal would kill it
+    return code
+
+
+def _run(run: RunDir, me: Me, scheduler: str, srun_arguments: Sequence[str], signals: list[int]) -> int:
+    try:
         # Ranks may live, and train on while there is no room for the lease.
         tenure = once_there_is_room(lambda: take_over(run, me), lambda: time.sleep(DISK_SECONDS))
+        chain.wait(tenure, signals)
     except NotRunnable as error:
         log.warning("%s: %s", run.name, error)
         return error.exit_code
     if scheduler == "slurm":
+        from jobkit.supervisor.slurm_allocation import SlurmAllocation
+
         allocation: Allocation = SlurmAllocation(run, me, tenure.config.resources, srun_arguments)
     else:
         allocation = Allocation(run, tenure.config.resources.seconds)
@@ -52,7 +70,5 @@ def main(arguments: Sequence[str]) -> int:
     except LostLease as error:
         log.warning("%s", error)
         code = EXIT_RESUMABLE
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, signal.SIG_IGN)  # at its end Python gives up handlers, and a signal would kill it
     supervisor.agents.close()  # not after another exception: the next supervisor takes the agents over
     return code

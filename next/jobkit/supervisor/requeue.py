@@ -42,8 +42,20 @@ def could_start_without(journal: Journal, config: Config, job: Job | None, witho
         return False
 
 
-def start_again(me: Me, journal: Journal, config: Config, decision: Decision, lost: Collection[str] = ()) -> None:
-    """Carry a decision out, however long the controller is away. `lost`: nodes that Slurm may still call well."""
+def start_again(
+    me: Me,
+    journal: Journal,
+    config: Config,
+    decision: Decision,
+    lost: Collection[str] = (),
+    after: Sequence[str] = (),
+) -> None:
+    """Carry a decision out, however long the controller is away.
+
+    Args:
+        lost: nodes that Slurm may still call well
+        after: ids of jobs that have to end before
+    """
     is_refused = decision.action == "successor"
     while True:
         try:
@@ -54,9 +66,11 @@ def start_again(me: Me, journal: Journal, config: Config, decision: Decision, lo
                 return
             fewer = None if job is None or is_queued else _fewer_nodes(journal, config, job, lost)
             if not is_queued and (is_refused or fewer is not None):
-                _submit_successor(me, journal, job, fewer)
+                _submit_successor(me, journal, job, fewer, after)
             elif is_queued or jobs.requeue(me.job_id, me.restart):
                 _exclude(journal, me, job)
+                if after:
+                    jobs.depend(me.job_id, after)
             else:
                 journal.append(Cancelled(reason="scancel"))
             return
@@ -109,7 +123,7 @@ def _fewer_nodes(journal: Journal, config: Config, job: Job, lost: Collection[st
     return fewer if usable < asked and 0 < fewer < asked else None
 
 
-def _submit_successor(me: Me, journal: Journal, job: Job | None, count: int | None) -> None:
+def _submit_successor(me: Me, journal: Journal, job: Job | None, count: int | None, after: Sequence[str]) -> None:
     """Queue the run's batch script again, to start when this job has ended."""
     run, submitted = journal.run, journal.status.submitted
     assert submitted is not None
@@ -122,7 +136,11 @@ def _submit_successor(me: Me, journal: Journal, job: Job | None, count: int | No
         elif jobs.with_token(jobs.queue(), submitted.token, submitted.task):
             return  # an earlier try got through, though nobody heard the answer
         token = str(journal.status.token)
-        options: list[str] = [f"--comment={token}", f"--dependency=afterany:{me.job_id}", *_own_task(journal)]
+        options: list[str] = [
+            f"--comment={token}",
+            f"--dependency={jobs.afterany([me.job_id, *after])}",
+            *_own_task(journal),
+        ]
         if job is not None and journal.status.excluded_nodes:
             options.append(f"--exclude={','.join(_excluded(journal, job, ()))}")
         if count is not None:

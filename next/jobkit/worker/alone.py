@@ -17,8 +17,10 @@ import traceback
 
 from jobkit.errors import SchedulerError
 from jobkit.log import log
+from jobkit.run.journal import read_status
 from jobkit.run.rundir import RunDir
 from jobkit.slurm import jobs, nodes
+from jobkit.supervisor import notify
 from jobkit.supervisor.allocation import margin_of
 from jobkit.supervisor.attempt import Me, rescue
 from jobkit.supervisor.protocol import Hello, Start
@@ -174,7 +176,9 @@ def close_and_requeue(run: RunDir, hello: Hello) -> None:
             dead_node = lease.node
     except SchedulerError as error:  # the requeue waits for Slurm, the decision does not
         log.warning("%s", error)
+    before = read_status(run)
     me = Me(job_id=hello.job_id, token=lease.token, restart=hello.restart, node=lease.node, job=job)
     tenure = rescue(run, me, contact.writer, dead_node)
     if tenure is not None and tenure.decision is not None:
         start_again(me, tenure.journal, tenure.config, tenure.decision, [] if dead_node is None else [dead_node])
+    notify.tell(run, me.token, before)

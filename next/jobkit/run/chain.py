@@ -1,0 +1,77 @@
+"""Runs that start after others: which runs a run waits for, and what follows from their states. Nothing is written.
+
+    Submitted.after --awaited--> RunDir each --states--> {"digits-11f5f19c": "running"} --decide--> Turn(wait)
+
+The submission, the supervisor and the commands that show runs ask here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from jobkit.run.journal import read_status
+from jobkit.run.rundir import RunDir
+from jobkit.run.status import Status
+from jobkit.run.view import LOST, UNDER_WAY
+
+_ENDS = {
+    "failed": "has failed",
+    "cancelled": "was cancelled",
+    "interrupted": "is interrupted",
+    LOST: "has lost its job",
+    None: "was removed",
+}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a run does that comes after others."""
+
+    action: Literal["start", "wait", "end"]
+    words: str = ""
+    """The runs that it waits for, or why it ends."""
+
+
+def decide(states: Mapping[str, str | None]) -> Turn:
+    """Return what a run does whose predecessors are in these states; None is a run that was removed.
+
+    decide({"digits-11f5f19c": "running"})     # Turn("wait", "digits-11f5f19c (running)")
+    """
+    over = {name: state for name, state in states.items() if state != "finished" and state not in UNDER_WAY}
+    if over:
+        ends = "; ".join(f"{name} {_ENDS.get(state, f'is {state}')}" for name, state in over.items())
+        return Turn("end", f"{ends}; this run starts after that run is finished: the same command")
+    waits = [f"{name} ({state})" for name, state in states.items() if state != "finished"]
+    return Turn("wait", ", ".join(waits)) if waits else Turn("start")
+
+
+def awaited(run: RunDir, status: Status) -> list[RunDir]:
+    """Return the runs that must be finished first; none once an attempt of this submission has begun."""
+    submitted = status.submitted
+    if submitted is None or status.attempts_of_submission():
+        return []
+    return predecessors(run, submitted.after)
+
+
+def predecessors(run: RunDir, names: Sequence[str]) -> list[RunDir]:
+    """Return the runs with these names: beside `run`, or by their paths."""
+    return [RunDir(run.path.parent / name) for name in names]
+
+
+def waits_for(run: RunDir, status: Status) -> str:
+    """Return the unfinished runs that a queued run waits for, as their journals say; empty where it waits for none."""
+    if status.state != "queued":
+        return ""
+    states = {other.name: read_status(other).state if other.exists() else None for other in awaited(run, status)}
+    turn = decide(states)
+    return turn.words if turn.action == "wait" else ""
+
+
+def waits_on(run: RunDir, target: RunDir) -> bool:
+    """Return whether an unfinished run waits for `target`, over however many runs between the two."""
+    status = read_status(run)
+    return status.state != "finished" and any(
+        other.path == target.path or waits_on(other, target) for other in awaited(run, status)
+    )

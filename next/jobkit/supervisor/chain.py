@@ -1,0 +1,65 @@
+"""A job whose run comes after others waits here, before it takes devices or starts agents.
+
+    on this machine   a look each second, until they are finished, one of them ends otherwise, or a person stops it
+    on Slurm          one look: the nodes go back, and the job into the queue, to start after the jobs of those runs
+
+No attempt begins meanwhile, and none is counted. main.py calls `wait` between take_over and the supervisor's loop.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NoReturn
+
+from jobkit.log import log
+from jobkit.run.chain import awaited, decide
+from jobkit.run.records import Cancelled, Event, Refused
+from jobkit.run.view import views
+from jobkit.supervisor.attempt import NotRunnable, Tenure, way_back
+from jobkit.supervisor.closing import request_of
+from jobkit.supervisor.retry import Decision
+
+LOOK_SECONDS = 1.0
+
+ASK_SECONDS = 10.0
+"""Between two looks of a run here that waits for one on Slurm, where somebody has continued it."""
+
+
+def wait(tenure: Tenure, signals: list[int]) -> None:
+    """Return once the runs that this one comes after are finished. Raises NotRunnable where it does not start now."""
+    run, me, journal, shown = tenure.run, tenure.me, tenure.journal, ""
+    if tenure.decision is not None:
+        return
+    while others := awaited(run, journal.status):
+        existing = views([other for other in others if other.exists()])
+        states: dict[str, str | None] = {other.name: None for other in others}
+        turn = decide(states | {now.run.name: now.state for now in existing})
+        if turn.action == "start":
+            return
+        if turn.action == "end":
+            _end(tenure, Refused(token=me.token, error=turn.words))
+        run.failed_starts.unlink(missing_ok=True)  # this start of the job did all that it could
+        request = request_of(run, me.token, 0)
+        if request is not None and request.kind == "cancel":
+            _end(tenure, Cancelled(user=request.user))
+        if journal.status.submitted is not None and journal.status.submitted.scheduler == "slurm":
+            from jobkit.supervisor.requeue import start_again
+
+            ids = [now.job.job_id for now in existing if now.job is not None and not now.is_over]
+            decision = Decision(action=way_back(me.job), reason=f"it waits for {turn.words}")
+            start_again(me, journal, tenure.config, decision, after=ids)
+            raise NotRunnable(decision.reason)
+        if signals:
+            _end(tenure, Refused(token=me.token, error=f"stopped while it waited for {turn.words}"))
+        if turn.words != shown:
+            shown = turn.words
+            log.info("waiting for %s", shown)
+        time.sleep(ASK_SECONDS if any(now.job is not None for now in existing) else LOOK_SECONDS)
+
+
+def _end(tenure: Tenure, event: Event) -> NoReturn:
+    """Journal the end of a run that has not begun."""
+    with tenure.run.begin_lock():
+        tenure.journal.append(event)
+    status = tenure.journal.status
+    raise NotRunnable(f"{status.state}: {status.reason}")

@@ -1,0 +1,85 @@
+"""The command of `--notify`, which the run's owner gets told by: once for each end of the run.
+
+    submit --keep--> notify (for its owner alone) --tell, after the end is journalled--> sh -c COMMAND
+
+The supervisor calls `tell` as its last act, and an agent that has closed the attempt of a dead supervisor. A command of
+a person that ends a run without a supervisor, as `cancel` of a queued one, tells nobody: the person is there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+from jobkit.log import log
+from jobkit.run.files import FOR_OWNER, foreign_owner, is_there, json_text, write_atomic
+from jobkit.run.journal import read_status
+from jobkit.run.machine import clean_environment
+from jobkit.run.rundir import RunDir
+from jobkit.run.status import Status
+from jobkit.slurm.commands import without_options
+
+SECONDS = 60.0
+"""How long the command may take."""
+
+MOST_BYTES = 100_000
+"""Linux takes no variable of more than 128 KiB."""
+
+
+def keep(run: RunDir, command: str | None) -> None:
+    """Keep the command for the run's next ends; None leaves the one before, and an empty one takes it away."""
+    if command:
+        write_atomic(run.notify_file, command, mode=FOR_OWNER)  # it may hold a token
+    elif command is not None:
+        run.notify_file.unlink(missing_ok=True)
+
+
+def tell(run: RunDir, token: str, before: Status) -> None:
+    """Run the command if the submission with this token has ended since `before`."""
+    status = read_status(run)
+    if status.since == before.since or not status.is_over or status.token != token or not is_there(run.notify_file):
+        return
+    if (owner := foreign_owner(run.notify_file)) is not None:
+        log.warning("%s belongs to %s: not executed", run.notify_file, owner)
+        return
+    folder = Path(status.submitted.folder if status.submitted is not None else "/")
+    run.notify_log.parent.mkdir(exist_ok=True)
+    with open(run.notify_log, "ab", opener=lambda name, flags: os.open(name, flags, FOR_OWNER)) as said:
+        # A session of its own, no file of this process, no variable of the job: what it starts lives on its own.
+        process = subprocess.Popen(
+            ["sh", "-c", run.notify_file.read_text(encoding="utf-8")],
+            cwd=folder if folder.is_dir() else "/",
+            env={**without_options(clean_environment()), **variables(run, status)},
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+            start_new_session=True,
+        )
+    try:
+        process.wait(SECONDS)
+    except subprocess.TimeoutExpired:
+        log.warning("the command of --notify was killed after %g s", SECONDS)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def variables(run: RunDir, status: Status) -> dict[str, str]:
+    """Return the variables of the command, for a run that is over."""
+    ended = status.attempt.ended if status.attempt is not None else None
+    step = ended.last_step if ended is not None else None
+    error = status.reason
+    if status.state == "failed" and ended is not None and ended.error:
+        error = ended.error
+    result = json_text(status.result, indent=None) if status.result is not None else ""
+    at, why = f" at step {step}" if step is not None else "", f": {status.reason}" if status.reason else ""
+    return {
+        "JOBKIT_RUN": str(run.path),
+        "JOBKIT_NAME": run.name,
+        "JOBKIT_STATE": status.state,
+        "JOBKIT_TEXT": f"{run.name}: {status.state}{at}{why}",
+        "JOBKIT_STEP": str(step) if step is not None else "",
+        "JOBKIT_RESULT": result if len(result) <= MOST_BYTES else "",
+        "JOBKIT_ERROR": error,
+    }
