@@ -1,6 +1,6 @@
 """How a Slurm job gets into the queue again: requeued as the same job, or followed by another one.
 
-    Decision(requeue)   -> scontrol requeue, then ExcNodeList
+    Decision(requeue)   -> scontrol requeue, then ExcNodeList and Dependency
     Decision(successor) -> Submitted(new token) -> sbatch of the same script, afterany:JOB, --comment=token
 
 The supervisor calls `start_again`, and so does an agent that has closed the attempt of a supervisor that is gone. The
