@@ -69,13 +69,21 @@ class Context:
         """The YAML's `params`, read-only."""
         OmegaConf.set_readonly(self.params, True)
         self.seed: int = config.seed or 0
-        self.rank, self.local_rank, self.world_size = rank.rank, rank.local_rank, rank.world_size
+        """The YAML's `seed`; 0 for null."""
+        self.rank: int = rank.rank
+        """The number of this process among all ranks, from 0."""
+        self.local_rank: int = rank.local_rank
+        """Its number among the ranks of its node."""
+        self.world_size: int = rank.world_size
+        """The number of ranks."""
         self.is_main: bool = rank.rank == 0
         """True on rank 0, the rank that writes files."""
         self.device: torch.device = joined.device
+        """The device of this rank, as `cuda:3`."""
         self.attempt: int = rank.attempt
         """How many times the run has been started, this one included."""
         self.run_dir: Path = rank.run.path
+        """The run's directory; files of your own belong in `outputs/` below it."""
         self._rank, self._ranks = rank, joined.ranks
         self._devices = (joined.device,)
         place = Place(rank.rank, rank.world_size, rank.local_world_size, disks_of(rank.run.path, rank, joined.ranks))
