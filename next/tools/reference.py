@@ -17,6 +17,7 @@ import argparse
 import ast
 import dataclasses
 import inspect
+import json
 import sys
 import types
 import typing
@@ -32,7 +33,7 @@ sys.argv[0] = "jobkit"  # usage lines name the command as it was typed
 
 from jobkit import errors, usage  # noqa: E402
 from jobkit.cli.main import VERBS  # noqa: E402
-from jobkit.run import duration, schema  # noqa: E402
+from jobkit.run import duration, records, schema, status  # noqa: E402
 from jobkit.submission import options  # noqa: E402
 
 WORDS = {str: "a text", int: "a whole number", bool: "true or false", float: "a number", types.NoneType: "null"}
@@ -87,11 +88,11 @@ INTERNAL = ("close", "current", "finish_again", "is_done", "is_finished", "stopp
 JSON = {
     "submit, resume": ("submit.py", "_print_json", "one object; it returns at once"),
     "status": ("cli/status.py", "_values", "the status below, and these keys; a list for several runs"),
-    "list": ("cli/rows.py", "Row.as_json", "a list; the status below, and these keys; with `--columns` those alone"),
+    "list": ("cli/rows.py", "Row.as_json", "a list: the status, and the columns of `list`; or `--columns` alone"),
     "verify": ("verify/runs.py", "Report", "one object"),
 }
-RECORDS = {"Status": "run/status.py", "Attempt": "run/status.py"}
-RECORDS |= dict.fromkeys(("Submitted", "Began", "Ended", "Progress"), "run/records.py")
+RECORDS = (status.Status, status.Attempt, records.Submitted, records.Began, records.Ended, records.Progress)
+VALUES = {"state": status.State, "cause": records.Cause, "next": records.Next}
 
 
 @cache
@@ -138,13 +139,9 @@ def default(field: dataclasses.Field[Any]) -> str:
     value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     if value is dataclasses.MISSING:
         return "required"
-    if dataclasses.is_dataclass(value):
+    if value == "" or dataclasses.is_dataclass(value):
         return ""
-    return (
-        f"`{str(value).lower() if isinstance(value, bool) else 'null' if value is None else value}`"
-        if value != ""
-        else ""
-    )
+    return f"`{value if isinstance(value, str) else json.dumps(value)}`"
 
 
 def section(kind: type, name: str = "") -> Iterator[str]:
@@ -215,37 +212,21 @@ def verb(name: str) -> str:
     import_module("jobkit.submit" if name == "submit" else f"jobkit.cli.{name}").add_arguments(parser)
     rows = []
     for action in parser._actions:
-        shown = ", ".join(action.option_strings) or str(action.metavar or action.dest)
-        if action.option_strings and action.nargs != 0:
-            shown += f" {action.metavar or action.dest.upper()}"
-        if not isinstance(action, argparse._HelpAction) and action.help != argparse.SUPPRESS:
-            rows.append(
-                (f"`{shown}`", (action.help or "").replace("%(default)s", str(action.default)).replace("%%", "%"))
-            )
+        value = action.metavar or action.dest.upper()
+        shown = ", ".join(action.option_strings) + (f" {value}" if action.nargs != 0 else "")
+        if action.dest != "help" and action.help != argparse.SUPPRESS:
+            rows.append((f"`{shown.strip()}`", (action.help or "") % vars(action)))
     examples = f"\n\n```text\n{parser.epilog}\n```" if parser.epilog else ""
     return f"\n### `jobkit {name}`\n\n{parser.description}\n{table('argument | meaning', rows)}{examples}"
 
 
 def keys(file: str, name: str) -> str:
-    """Return the keys of the dict, or of the record, that a name makes."""
+    """Return the keys of the first dict that a function writes out, or of a record."""
     item = node(file, name)
     if isinstance(item, ast.ClassDef):
         return ", ".join(f"`{key}`" for key, _ in documented(item.body))
-    first = next(
-        part for part in ast.walk(item) if isinstance(part, (ast.Dict, ast.Tuple)) and part.__dict__.get("keys", [0])
-    )
-    parts = first.keys if isinstance(first, ast.Dict) else first.elts
-    return ", ".join(f"`{part.value}`" for part in parts if isinstance(part, ast.Constant))
-
-
-def types_in(file: str, name: str) -> dict[str, str]:
-    """Return the types of a record's fields, where a Literal has a name of its own its values."""
-    literals = [item for item in [*tree(file).body, *tree("run/records.py").body] if isinstance(item, ast.Assign)]
-    named = {getattr(item.targets[0], "id", ""): item.value for item in literals}
-    fields = [item for item in node(file, name).body if isinstance(item, ast.AnnAssign)]
-    return {
-        item.target.id: ast.unparse(named.get(getattr(item.annotation, "id", ""), item.annotation)) for item in fields
-    }
+    found = next(part for part in ast.walk(item) if isinstance(part, ast.Dict) and part.keys)
+    return ", ".join(f"`{part.value}`" for part in found.keys if isinstance(part, ast.Constant))
 
 
 def reference_page() -> str:
@@ -254,14 +235,15 @@ def reference_page() -> str:
     parts += [callable_(prefix.strip(), node(*place)) for prefix, places in API.items() for place in places]
     parts += ["\n## Commands", "\n`jobkit VERB` is also `python -m jobkit VERB`.", *map(verb, VERBS), "\n## Exit codes"]
     parts += [table("code | meaning", EXIT_CODES.items()), "\n## What `--json` prints"]
-    parts.append(
-        table("command | keys | form", [(f"`{name}`", keys(*place[:2]), place[2]) for name, place in JSON.items()])
-    )
-    parts.append("\nFields that are null or empty are left out. Times are seconds since the epoch.")
-    for name, file in RECORDS.items():
-        kinds = types_in(file, name)
-        rows = [(f"`{key}`", kinds[key], text) for key, text in documented(node(file, name).body) if key in kinds]
-        parts += [f"\n### {name}", "\n" + (ast.get_docstring(node(file, name)) or "").partition("\n")[0]]
+    shapes = [(f"`{name}`", keys(*place[:2]), place[2]) for name, place in JSON.items()]
+    parts += [table("command | keys | form", shapes), ""]
+    parts.append("Fields that are null or empty are left out. Times are seconds since the epoch. Values:\n")
+    parts += [f"- `{name}`: {', '.join(typing.get_args(kind))}" for name, kind in VALUES.items()]
+    for kind in RECORDS:
+        file = kind.__module__.replace("jobkit.", "", 1).replace(".", "/") + ".py"
+        texts = dict(documented(node(file, kind.__name__).body))
+        rows = [(f"`{field.name}`", field.type, texts.get(field.name, "")) for field in dataclasses.fields(kind)]
+        parts += [f"\n### {kind.__name__}", "\n" + (kind.__doc__ or "").partition("\n")[0]]
         parts.append(table("field | type | meaning", rows))
     return "\n".join(parts) + "\n"
 
