@@ -461,13 +461,18 @@ class Context:
     def map(
         self, function: Callable[[Any, Tensor], Any], inputs: Any, *, to: str | Path = "main", **options: Any
     ) -> Any:
-        """Return `function(batch, ids)` of all inputs, in their order; on rank 0, on `all` ranks, or in a folder."""
+        """Return `function(batch, ids)` of all inputs, in their order; on rank 0, on `all` ranks, or in a folder.
+
+        In a folder each batch is a file, `batch_<number>.pt`; an attempt that continues computes the files that are
+        missing. Options: batch_size (1), collate_fn, num_workers.
+        """
         return self._evaluator.map(function, inputs, to=to, **options)
 
     # The end
 
     def finish(self, result: Any = None) -> Any:
-        """The training function has returned: write the last checkpoint and `final/`; returns the whole result.
+        """End the run: write the last checkpoint and `final/`; returns the whole result. A script calls it once, at its
+        end; a training function returns its result instead.
 
         Raises Stopped where a stop was swallowed, and CheckpointError where the last checkpoint cannot be written.
         """
