@@ -69,13 +69,21 @@ class Context:
         """The YAML's `params`, read-only."""
         OmegaConf.set_readonly(self.params, True)
         self.seed: int = config.seed or 0
-        self.rank, self.local_rank, self.world_size = rank.rank, rank.local_rank, rank.world_size
+        """The YAML's `seed`; 0 for null."""
+        self.rank: int = rank.rank
+        """The number of this process among all ranks, from 0."""
+        self.local_rank: int = rank.local_rank
+        """Its number among the ranks of its node."""
+        self.world_size: int = rank.world_size
+        """The number of ranks."""
         self.is_main: bool = rank.rank == 0
         """True on rank 0, the rank that writes files."""
         self.device: torch.device = joined.device
+        """The device of this rank, as `cuda:3`."""
         self.attempt: int = rank.attempt
         """How many times the run has been started, this one included."""
         self.run_dir: Path = rank.run.path
+        """The run's directory; files of your own belong in `outputs/` below it."""
         self._rank, self._ranks = rank, joined.ranks
         self._devices = (joined.device,)
         place = Place(rank.rank, rank.world_size, rank.local_world_size, disks_of(rank.run.path, rank, joined.ranks))
@@ -453,13 +461,18 @@ class Context:
     def map(
         self, function: Callable[[Any, Tensor], Any], inputs: Any, *, to: str | Path = "main", **options: Any
     ) -> Any:
-        """Return `function(batch, ids)` of all inputs, in their order; on rank 0, on `all` ranks, or in a folder."""
+        """Return `function(batch, ids)` of all inputs, in their order; on rank 0, on `all` ranks, or in a folder.
+
+        In a folder each batch is a file, `batch_<number>.pt`; an attempt that continues computes the files that are
+        missing. Options: batch_size (1), collate_fn, num_workers.
+        """
         return self._evaluator.map(function, inputs, to=to, **options)
 
     # The end
 
     def finish(self, result: Any = None) -> Any:
-        """The training function has returned: write the last checkpoint and `final/`; returns the whole result.
+        """End the run: write the last checkpoint and `final/`; returns the whole result. A script calls it once, at its
+        end; a training function returns its result instead.
 
         Raises Stopped where a stop was swallowed, and CheckpointError where the last checkpoint cannot be written.
         """
