@@ -26,6 +26,9 @@ def test_ctrl_c_ends_setup_lines_and_the_same_command_starts_the_run(project: Pr
     assert not launch.run.alive_lock().is_held()
     assert project.jobkit(*words[:-1]).returncode == 0
     assert launch.causes == ["finished"]
+    assert project.jobkit(*words[:-1], "--fresh").returncode == 0
+    fresh = launch.project.launch(launch.run.path.with_name(f"{launch.run.name}-2"))
+    assert (fresh.causes, len(launch.ends)) == (["finished"], 1)
 
 
 def test_a_run_that_waits_for_a_device_leaves_the_line(project: Project, tmp_path: Path) -> None:
