@@ -116,7 +116,7 @@ def files() -> set[str]:
         elif not name.startswith("_") and getattr(value, "__annotations__", {}).get("return") == "Path":
             given: list[Any] = [f"<{parameter}>" for parameter in inspect.signature(value).parameters][1:]
             names.add(str(value(run, *given).relative_to(run.path)))
-    for node in parsed(CODE / "checkpoint/store.py").body:
+    for node in (*parsed(CODE / "run/rundir.py").body, *parsed(CODE / "checkpoint/store.py").body):
         if isinstance(node, ast.Assign) and isinstance(node.value, (ast.Constant, ast.Tuple)):
             names |= {f"checkpoints/{ast.literal_eval(item)}" for item in getattr(node.value, "elts", [node.value])}
     return names

@@ -137,6 +137,13 @@ def test_the_place_and_the_folder_of_a_verification(
     assert made[0].runs_dir.is_relative_to(tmp_path / "elsewhere")
 
 
+def test_a_snapshot_of_a_framework_with_files_is_a_checkpoint_in_the_words(tmp_path: Path) -> None:
+    values: Any = {"loaded": None, "folder": None, "runs_dir": tmp_path, "target": None, "steps": 20}
+    items = interruptions(Course(first=0, last=20), ["memory", "stop"])
+    for has_files, kinds in ((False, {"memory", "stop"}), (True, {"disk", "stop"})):
+        assert {item.kind for item in Verification(**values, _has_files=has_files)._as_done(items)} == kinds
+
+
 def test_params_of_verify_reach_the_command_and_typed_ones_come_last(tmp_path: Path) -> None:
     file = tmp_path / "exp.yaml"
     file.write_text(
