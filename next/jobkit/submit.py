@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, InputError
+from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, InputError, JobkitError
 from jobkit.usage import Parser, enter_folder, exit_code, program, show_examples, to_continue, to_type
 
 if TYPE_CHECKING:
@@ -157,6 +157,7 @@ def plan_of(loaded: Loaded, runs_dir: Path, place: Target, folder: Path | None =
 
 def _start(plan: LaunchPlan, code: Path | None, which: Which, manner: Manner) -> int:
     """Start the run of a plan, and stay with it where that is wanted; returns the exit code."""
+    from jobkit.run.disk import is_full
     from jobkit.submission import transaction
     from jobkit.submission.follow import follow, follow_local
     from jobkit.submission.signals import Signals
@@ -172,12 +173,19 @@ def _start(plan: LaunchPlan, code: Path | None, which: Which, manner: Manner) ->
         )
         if not outcome.started and not outcome.before.is_over:
             notify.keep(outcome.run, manner.notify)
-        if outcome.process is not None and not manner.detach:
+        try:
+            if manner.as_json:
+                return _print_json(outcome)
             _announce(outcome)
-            return follow_local(outcome.run, outcome.process, signals)
-    if manner.as_json:
-        return _print_json(outcome)
-    _announce(outcome)
+            if outcome.process is not None and not manner.detach:
+                return follow_local(outcome.run, outcome.process, signals)
+        except OSError as error:
+            if not (outcome.started and is_full(error)):
+                raise
+            seen = to_type("status", outcome.run.path)
+            raise JobkitError(
+                f"{outcome.run.name} has started; its output cannot be shown: {error}; see {seen}"
+            ) from error
     return follow(outcome.run) if manner.follow and outcome.before.state != "finished" else EXIT_FINISHED
 
 
@@ -228,7 +236,7 @@ def _print_json(outcome: Outcome) -> int:
         "job_id": outcome.job_id,
         "result": outcome.before.status.result,
     }
-    print(json.dumps(values))
+    print(json.dumps(values), flush=True)
     return EXIT_FINISHED
 
 

@@ -26,6 +26,7 @@ from jobkit.errors import InputError
 from jobkit.group import RankGroup
 from jobkit.run.disk import is_full
 from jobkit.run.files import as_plain, json_text, write_atomic
+from jobkit.run.journal import read_status
 from jobkit.run.rundir import RunDir
 
 TIED = "tied"
@@ -126,7 +127,9 @@ class OpenedRun:
     def result(self) -> Any:
         """The result of the training function; None for a run that has not finished."""
         file = self.run.final / "result.json"
-        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+        if not file.exists():  # without a loop there is nothing for final/
+            return read_status(self.run).result
+        return json.loads(file.read_text(encoding="utf-8"))
 
     def weights(self, name: str = "model") -> dict[str, Tensor]:
         """Return the final weights of the module that was tracked by this name. Raises InputError if there are none."""

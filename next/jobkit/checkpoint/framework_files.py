@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from jobkit.checkpoint.reading import Damaged, agreed
-from jobkit.checkpoint.store import FRAMEWORK
 from jobkit.errors import CheckpointError
 from jobkit.group import RankGroup
 from jobkit.run.files import foreign_owner
+from jobkit.run.rundir import FRAMEWORK
 
 if TYPE_CHECKING:
     from jobkit.checkpoint.sources import Source

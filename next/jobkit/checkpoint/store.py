@@ -31,9 +31,6 @@ MANIFEST = "manifest.json"
 LATEST, BEST = "latest", "best"
 UNFINISHED = re.compile(r"\.step_(\d{8,})\.")
 
-FRAMEWORK = "framework"
-"""The folder within a checkpoint in which a framework keeps files of its own."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:

@@ -119,9 +119,15 @@ def idle_devices(config: Config, ranks: int, environ: Mapping[str, str] = os.env
     """
     name, devices = visible_devices(config.device, environ)
     kind, used = KINDS.get(name), ranks * config.resources.devices_per_rank
-    if kind is None or kind.visible not in environ or not devices or not 0 < used < len(devices):
+    if (
+        kind is None
+        or kind.visible is None
+        or kind.visible not in environ
+        or not devices
+        or not 0 < used < len(devices)
+    ):
         return None
-    return f"{kind.visible}={environ[str(kind.visible)]} has {len(devices)} devices, and the ranks here use {used}"
+    return f"{kind.visible}={environ[kind.visible]} has {len(devices)} devices, and the ranks here use {used}"
 
 
 def _refuse_unknown(config: Config) -> None:

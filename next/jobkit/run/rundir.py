@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 CHECKPOINT = re.compile(r"step_(\d{8,})")
 
+FRAMEWORK = "framework"
+"""The folder within a checkpoint in which a framework keeps files of its own."""
+
 
 class _Path:
     """An attribute of RunDir: a path in the run directory."""

@@ -20,7 +20,7 @@ from jobkit.run import records
 from jobkit.run.files import write_json
 from jobkit.run.load import Loaded
 from jobkit.run.records import Drill, Interruption
-from jobkit.run.rundir import RunDir
+from jobkit.run.rundir import FRAMEWORK, RunDir
 from jobkit.run.schema import MirrorConfig
 from jobkit.run.view import view
 from jobkit.submission import transaction
@@ -73,6 +73,8 @@ class Verification:
     first: int = 0
     """The step at which the runs begin."""
     _number: int = 0
+    _has_files: bool = False
+    """True if a framework writes files of its own: they go to the disk where a snapshot was meant."""
 
     def run(self) -> Report:
         """Run everything that is needed. Raises RunFailed, and what a submission raises."""
@@ -80,22 +82,25 @@ class Verification:
         began = time.monotonic()
         straight = self._trace("straight", [])
         course = compare.course_of(straight)
+        taken = course.last - course.first
         items = interruptions(course)
         exercised = {item.kind for item in items}
         missing: list[str] = [kind for kind in KINDS if kind not in exercised]
-        self.say(f"straight: {course.last - course.first} steps, {len(straight)} rank(s)")
+        self.say(f"straight: {taken} steps, {len(straight)} rank(s)")
         if not items:
             raise RunFailed(
-                f"the training ended after {course.last - course.first} steps, too few for an interruption: it needs "
+                f"the training ended after {taken} steps, too few for an interruption: it needs "
                 "more steps, or an earlier checkpoint"
             )
         interrupted = self._trace("interrupted", items)
+        items = self._as_done(items)
         self.say(f"interrupted: {'; '.join(map(interruption_words, items))}")
         difference = compare.first_difference(straight, interrupted)
         if difference is None:
             repeated = compare.repeated_steps(interrupted)
             line = (
-                f"=> equal: {len(items)} interruptions, {repeated} steps repeated; {', '.join(compare.seen(straight))} "
+                f"=> equal over {taken} steps{self._too_few(taken)}: {len(items)} interruptions, {repeated} steps "
+                f"repeated; {', '.join(compare.seen(straight))} "
                 f"and result have the same bits ({time.monotonic() - began:.0f} s)"
             )
             return Report(equal=True, lines=[line, *_notes(straight)], missing=missing)
@@ -106,9 +111,22 @@ class Verification:
             return self._nondeterministic(change, missing)
         difference = compare.first_difference(straight, interrupted, ignored)
         if difference is None:
-            line = f"=> equal, apart from what differs between two straight runs as well: {', '.join(sorted(ignored))}"
+            line = (
+                f"=> equal over {taken} steps{self._too_few(taken)}, apart from what differs between two straight runs "
+                f"as well: {', '.join(sorted(ignored))}"
+            )
             return Report(equal=True, lines=[line, *_notes(straight)], missing=missing)
         return self._blamed(straight, difference, items, ignored, missing)
+
+    def _too_few(self, taken: int) -> str:
+        return f" (the training ended before the {self.steps} that were asked for)" if taken < self.steps else ""
+
+    def _as_done(self, items: Sequence[Interruption]) -> tuple[Interruption, ...]:
+        """Return the interruptions as they came about."""
+        return tuple(
+            dataclasses.replace(item, kind="disk") if item.kind == "memory" and self._has_files else item
+            for item in items
+        )
 
     def _nondeterministic(self, change: Difference, missing: list[str]) -> Report:
         what = change.name or change.kind
@@ -136,6 +154,7 @@ class Verification:
             if not single:
                 continue
             trace = self._trace(kind.replace(" ", "-"), single, with_locals=True)
+            single = self._as_done(single)
             alone = compare.first_difference(straight, trace, ignored)
             if alone is not None:
                 lines = [f"a single {interruption_words(single[0])} shows it", *difference_lines(alone, single)]
@@ -176,6 +195,7 @@ class Verification:
             raise RunFailed(f"the run {run.name} of the verification: {now.state}, {now.words}{traceback}")
         if not run.trace_folder.exists():
             raise RunFailed("the program of `command:` has no loop of jobkit's, so that there is nothing to compare")
+        self._has_files = any(run.checkpoints.glob(f"step_*/{FRAMEWORK}"))
         return compare.read_trace(run)
 
 

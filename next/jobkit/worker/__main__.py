@@ -20,6 +20,13 @@ from jobkit.run.runs import runs_dir_of
 from jobkit.usage import Parser, exit_code
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("experiment", type=Path, metavar="EXP.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--runs-dir", type=Path, metavar="DIR")
+    parser.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)  # torch's old launcher
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Run this rank from the beginning of the attempt to its end; returns the exit code."""
     loaded = load(arguments.experiment, arguments.overrides)
@@ -52,10 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def command() -> int:
         parser = Parser(prog="python -m jobkit.worker", description=__doc__)
-        parser.add_argument("experiment", type=Path, metavar="EXP.yaml")
-        parser.add_argument("overrides", nargs="*", metavar="key=value")
-        parser.add_argument("--runs-dir", type=Path, metavar="DIR")
-        parser.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)  # torch's old launcher
+        add_arguments(parser)
         arguments = parser.parse(sys.argv[1:] if argv is None else argv)
         configure("stdout")
         return run(arguments)

@@ -97,7 +97,7 @@ def end_of(rank: Rank, error: BaseException | None, result: Any) -> End:
     return End(
         kind="failed",
         error=f"{type(error).__name__}: {error}".rstrip(": "),
-        traceback="".join(traceback.format_exception(error))[-MAX_TRACEBACK:],
+        traceback=None if _is_said(error) else "".join(traceback.format_exception(error))[-MAX_TRACEBACK:],
         final=isinstance(error, (UsageError, InputError, CheckpointError)) or getattr(error, "final", False),
         out_of_memory=out_of_memory(error),
         samples=getattr(error, "samples", None),
@@ -133,9 +133,14 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
+def _is_said(error: BaseException) -> bool:
+    """Return whether the error's own words are all that a user needs."""
+    return isinstance(error, (JobkitError, SystemExit))
+
+
 def _print(error: BaseException) -> None:
     """Show an error in the rank's log: a user's mistake in a line, a bug with its traceback."""
-    if isinstance(error, (JobkitError, SystemExit)):
+    if _is_said(error):
         print(f"error: {error}", file=sys.stderr)
     else:
         traceback.print_exception(error)

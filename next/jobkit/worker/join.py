@@ -8,7 +8,6 @@ worker/task.py and script.py call this before they make a Context. It is the fir
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -35,7 +34,7 @@ class Joined:
     """All ranks, in a gloo group that the loop alone uses."""
 
 
-def join(rank: Rank, environ: Mapping[str, str] = os.environ, file: Path | None = None) -> Joined:
+def join(rank: Rank, file: Path | None = None) -> Joined:
     """Form the process group of all ranks, where there are several and it does not stand yet. Raises DistributedError.
 
     They meet at MASTER_ADDR, or through `file`, a path that all of them see.
@@ -44,13 +43,13 @@ def join(rank: Rank, environ: Mapping[str, str] = os.environ, file: Path | None 
     set_determinism(config.deterministic)
     device = choose_device(config.device, config.resources.devices_per_rank, rank.local_rank)
     check_precision(device, config.precision)
-    threads = environ.get("OMP_NUM_THREADS", "")
+    threads = os.environ.get("OMP_NUM_THREADS", "")
     torch.set_num_threads(int(threads) if threads.isdigit() else config.resources.cpus_per_task)
     if rank.world_size == 1 and not dist.is_initialized():
         return Joined(device, RankGroup.alone())
     if not dist.is_initialized():
         # Gloo would resolve the name of the host to find its interface; on many clusters names do not resolve.
-        if file is None and (interface := interface_towards(environ["MASTER_ADDR"])):
+        if file is None and (interface := interface_towards(os.environ["MASTER_ADDR"])):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         try:
             dist.init_process_group(
@@ -62,7 +61,7 @@ def join(rank: Rank, environ: Mapping[str, str] = os.environ, file: Path | None 
                 device_id=device if device.index is not None else None,
             )
         except (RuntimeError, ValueError) as error:  # torch's, of a rank that never came
-            address = str(file) if file else f"{environ.get('MASTER_ADDR')}:{environ.get('MASTER_PORT')}"
+            address = str(file) if file else f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise DistributedError(
                 f"rank {rank.rank} of {rank.world_size} cannot join at {address}: {error}"
             ) from error

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -47,17 +46,17 @@ class Rank:
     _loop_began: float | None = None
 
     @classmethod
-    def of_environment(cls, run: RunDir, environ: Mapping[str, str] = os.environ) -> Rank:
+    def of_environment(cls, run: RunDir) -> Rank:
         """The rank that an agent has made of this process (worker/rendezvous.py has the variables)."""
         return cls(
             run=run,
-            attempt=int(environ["JOBKIT_ATTEMPT"]),
-            rank=int(environ["RANK"]),
-            world_size=int(environ["WORLD_SIZE"]),
-            local_rank=int(environ["LOCAL_RANK"]),
-            local_world_size=int(environ["LOCAL_WORLD_SIZE"]),
-            node=int(environ["GROUP_RANK"]),
-            page=Page.of_environment(environ) or Page.create(),
+            attempt=int(os.environ["JOBKIT_ATTEMPT"]),
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            local_rank=int(os.environ["LOCAL_RANK"]),
+            local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
+            node=int(os.environ["GROUP_RANK"]),
+            page=Page.of_environment(os.environ) or Page.create(),
         )
 
     @cached_property

@@ -87,10 +87,9 @@ class Tracked:
             # with its optimizer's learning rate.
             self.checkpointer.restore_again()
 
-    def add_own(self, name: str, live: Any, *, shared: bool = False) -> None:
+    def add_own(self, name: str, live: Any) -> None:
         """Track an object of jobkit's own. A checkpoint of a run that had none may lack it."""
-        entry = Entry(name=OWN + name, live=live, scope="shared" if shared else "rank", optional=True)
-        self._restore([entry])
+        self._restore([Entry(name=OWN + name, live=live, scope="rank", optional=True)])
 
     def _restore(self, entries: list[Entry]) -> None:
         self.entries += entries

@@ -22,6 +22,8 @@ from torch import nn
 import jobkit
 from training_task import digest, mark, pause
 
+SEED = 5623625283957523004
+
 def by_boundary(ctx):
     mark(ctx)
     model = nn.Linear(2, 2)
@@ -58,6 +60,11 @@ class Tied(nn.Module):
 
 def uses_everything(ctx):
     assert jobkit.current() is ctx
+    assert (ctx.world_size, ctx.rank in (0, 1), ctx.local_rank) == (2, True, 0)  # each on a node of its own
+    assert (ctx.is_main, ctx.attempt, ctx.seed, ctx.params.steps) == (ctx.rank == 0, 1, 3, 60)
+    assert (ctx.device.type, torch.distributed.get_backend()) == ("cpu", "gloo")
+    assert torch.is_deterministic_algorithms_warn_only_enabled()
+    assert jobkit.derive_seed(ctx.seed, "noise") == SEED
     with ctx.main_first():
         if ctx.is_main:
             (ctx.run_dir / "outputs" / "prepared").mkdir(parents=True)
@@ -67,10 +74,16 @@ def uses_everything(ctx):
     ctx.track(model=model, optimizer=optimizer)
     data = torch.arange(30.0).reshape(10, 3)
     for step in ctx.steps(5):
+        assert step == ctx.step
         with ctx.autocast():
             loss = model(data).square().mean()
         loss.backward()
         ctx.update(optimizer)
+        if step == 2:
+            ctx.log({"train/loss": loss})
+            ctx.log_image("image", torch.rand(3, 4, 4))
+            ctx.log_video("video", torch.rand(3, 1, 4, 4))
+            ctx.log_text("text", "words")
     before = model(data)
     with ctx.averaged(optimizer):
         averaged = model(data)
@@ -113,10 +126,16 @@ def test_a_foreign_loop_with_its_own_files_goes_on_exactly(tmp_path: Path) -> No
 
 
 def test_every_part_of_the_context_on_two_ranks(tmp_path: Path) -> None:
-    launch = run(tmp_path, "uses_everything", 2)
+    imports = tmp_path / "imports"
+    (tmp_path / "counted.py").write_text(f"import os\nopen({str(imports)!r}, 'a').write(f'{{os.getpid()}}\\n')\n")
+    keys = ("preload=[counted]", "deterministic=warn", "backend=gloo", "device=cpu", "seed=3", "resources.nodes=2")
+    launch = run(tmp_path, "uses_everything", 1, *keys)
     assert result(launch) == {"mean": 13.5}
+    assert len(imports.read_text().split()) == 1  # by the agent, before it forked two ranks
+    assert [points(launch, tag) for tag in ("train/loss", "image", "video", "text/text_summary")] == [[2]] * 4
     opened = jobkit.open_run(launch.run.path)
     assert (opened.result, opened.params["steps"]) == ({"mean": 13.5}, 60)
+    assert (opened.config.seed, opened.config.preload) == (3, ["counted"])
     weights = opened.weights()
     assert torch.equal(weights["first.weight"], weights["second.weight"])
     module = nn.Module()

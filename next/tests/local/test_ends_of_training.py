@@ -10,6 +10,8 @@ import pytest
 from harness.runs import Launch, Project
 from harness.training import points
 
+import jobkit
+
 TASK = """\
 import os, signal, time
 import torch
@@ -161,6 +163,7 @@ def test_a_checkpoint_that_rots_within_an_epoch_takes_the_place_back_too(tmp_pat
 def test_a_program_without_a_loop_has_curves_too(tmp_path: Path) -> None:
     launch = run(tmp_path, "evaluates").wait_until_over()
     assert points(launch, "test/loss") == [0]
+    assert jobkit.open_run(launch.run.path).result == launch.status.result == {"mean": 1.5}
 
 
 def test_damage_in_gradients_alone_takes_the_step_back_too(tmp_path: Path) -> None:

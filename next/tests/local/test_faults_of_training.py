@@ -161,6 +161,7 @@ def test_a_mistake_is_one_line_and_is_not_retried(tmp_path: Path, task: str) -> 
     ended = launch.ends[-1]
     assert (launch.status.state, len(launch.ends), ended.final) == ("failed", 1, True)
     assert MISTAKES[task] in str(ended.error)
+    assert ended.traceback is None
     assert "Traceback" not in launch.run.rank_log(1, 0, "err").read_text()
 
 

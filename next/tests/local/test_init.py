@@ -160,8 +160,9 @@ def test_the_command_of_a_yaml_is_restarted_in_place(tmp_path: Path) -> None:
 def test_a_yaml_runs_under_torchrun(tmp_path: Path) -> None:
     made = project(tmp_path)
     made.yaml.write_text("name: training\ntask: training_task:train\nparams: {steps: 20}\n")
-    output = finish(start(made, "torchrun", "-m", "jobkit.worker", "exp.yaml"))
-    assert only_run(made).status.state == "finished", output
+    output = finish(start(made, "torchrun", "-m", "jobkit.worker", "exp.yaml", "--runs-dir", "elsewhere"))
+    (folder,) = (made.folder / "elsewhere").glob("training-*")
+    assert made.launch(folder).status.state == "finished", output
 
 
 def test_a_yaml_without_a_task_is_for_jobkit_init_and_mpirun_continues_what_torchrun_began(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import subprocess
@@ -70,7 +71,8 @@ def test_preempt_continues_by_itself_and_cancel_does_not(project: Project) -> No
     assert saved is not None and saved >= 30
     wait_until(lambda: not launch.run.alive_lock().is_held(), "the job script to end")
 
-    project.jobkit("resume", launch.run.name, "--detach")
+    answer = json.loads(project.jobkit("resume", launch.run.name, "--json").stdout)
+    assert (answer["run"], answer["started"]) == (launch.run.name, True)
     launch.wait_for_attempt(3)
     project.jobkit("cancel", "-y", "--no-grace", launch.run.name)
     launch.wait_until_over()

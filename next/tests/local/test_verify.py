@@ -35,8 +35,9 @@ def test_a_program_with_batch_norm_in_ddp_is_exact(tmp_path: Path, ranks: int) -
 
 
 def test_objects_may_be_tracked_in_turn(tmp_path: Path) -> None:
-    code, report = verify(tmp_path, task="track_in_turn")
+    code, report = verify(tmp_path, "params.steps=12", task="track_in_turn")
     assert (code, report["equal"]) == (0, True), report
+    assert "over 12 steps" in report["lines"][0] and "the 15 " in report["lines"][0]
 
 
 def test_what_training_makes_comes_back(tmp_path: Path) -> None:

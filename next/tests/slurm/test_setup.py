@@ -49,7 +49,8 @@ def test_setup_here(project: Project) -> None:
 def test_setup_on_slurm(slurm: Cluster, on_slurm: Callable[..., Project]) -> None:
     project = on_slurm(slurm)
     with_setup(project, SETS_WHAT_IT_NEEDS)
-    project.submit("--cluster", "slurm").wait_until_over()
+    followed = project.jobkit("submit", str(project.yaml), "--cluster", "slurm", "--follow")
+    assert "step 5/5" in followed.stderr  # it stayed to the end, which its exit code says
     wait_until((project.folder / "torn_down").exists, "the teardown")
 
     with_setup(project, "load_no_module cuda")

@@ -36,7 +36,7 @@ def test_a_run_waits_is_cancelled_resumed_preempted_and_cancelled(
     assert launch.status.state == "cancelled" and launch.status.attempts == []
     assert slurm.job(row["job"])["JobState"] == "CANCELLED"
 
-    project.jobkit("resume", name)
+    resumed = project.start("resume", name, "--follow")
     job = wait_until(lambda: _status(project, name).get("job_id"), "the second job")
     slurm.command("scontrol", "release", job)  # its config holds it again
     launch.wait_for_attempt(1)
@@ -48,7 +48,7 @@ def test_a_run_waits_is_cancelled_resumed_preempted_and_cancelled(
     follower = project.start("logs", "-f", name)
     project.jobkit("cancel", name)
     assert (launch.status.state, launch.causes) == ("cancelled", ["preempted", "cancelled"])
-    assert (follower.wait(), project.jobkit("wait", name, check=False).returncode) == (75, 75)
+    assert (follower.wait(), resumed.wait(), project.jobkit("wait", name, check=False).returncode) == (75, 75, 75)
     kept, reached = launch.run.durable_step(), launch.ends[-1].last_step
     assert kept is not None and reached is not None and 0 <= reached - kept <= 1  # it saved before it ended
 

@@ -15,8 +15,9 @@ from torch import nn
 
 from jobkit.checkpoint.checkpointer import Checkpointer
 from jobkit.checkpoint.live import Entry
+from jobkit.checkpoint.memory import RECORD
 from jobkit.checkpoint.staging import Place
-from jobkit.errors import CheckpointError
+from jobkit.errors import CheckpointError, JobkitError
 from jobkit.group import RankGroup
 from jobkit.train.optim import EmaAdamW
 
@@ -85,6 +86,26 @@ def test_a_frameworks_files_are_in_the_checkpoint_and_are_checked(tmp_path: Path
     assert checkpointer.restored is not None
     assert checkpointer.restored.step == 1
     assert [step for step, _ in checkpointer.set_aside] == [2]
+
+
+def test_damage_in_the_only_state_begins_the_next_attempt_at_step_0(tmp_path: Path) -> None:
+    """A snapshot in memory, and no checkpoint: part of it is in the live tensors when the damage shows."""
+    slots = os.memfd_create("first"), os.memfd_create("second")
+
+    def attempt(number: int) -> Checkpointer:
+        return Checkpointer(tmp_path, RankGroup.alone(), Place(), attempt=number, keep=2, slots=slots)
+
+    first = attempt(1)
+    first.snapshot(3, entries(nn.Linear(2, 2)), {}, 0)
+    first.close()
+    for slot in slots:
+        if os.fstat(slot).st_size:
+            os.pwrite(slot, b"damage", RECORD + 4)
+    second = attempt(2)
+    assert second.restored is not None and second.restored.step == 3
+    with pytest.raises(JobkitError, match="step 0"):
+        second.restore(entries(nn.Linear(2, 2)))
+    assert attempt(3).restored is None
 
 
 def test_a_state_can_be_restored_once_more(tmp_path: Path) -> None:

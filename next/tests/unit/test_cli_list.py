@@ -178,6 +178,22 @@ def test_a_run_that_cannot_be_read_is_left_out(
     assert len(json.loads(answer.out)) == 3 and "toy-00000002" in answer.err
 
 
+def test_a_watched_list_is_shown_until_ctrl_c(
+    runs_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        (runs_dir / "toy-00000004" / "config.yaml").unlink(missing_ok=True)
+        if len(pauses) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", sleep)
+    text = _list(capsys, runs_dir, "--watch", "0.1", "--columns", "state")
+    assert (text.count("toy-00000001"), text.count("toy-00000004"), pauses) == (2, 1, [0.5, 0.5])
+
+
 def test_a_reader_that_goes_away_is_no_error(runs_dir: Path) -> None:
     read, write = os.pipe()
     os.close(read)

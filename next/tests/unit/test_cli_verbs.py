@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -233,6 +234,11 @@ def test_the_jobs_own_output_is_shown_where_no_rank_ever_was(tmp_path: Path, cap
     run.job_log.write_text("module: command not found\n")
     assert main(["logs", NAME]) == 0
     assert capsys.readouterr().out == "module: command not found\n"
+    Journal(run).append(began())
+    run.logs(1).mkdir(parents=True)
+    run.srun_log(1).write_text("srun: error\n")
+    assert main(["logs", NAME]) == 0
+    assert capsys.readouterr().out == "module: command not found\nsrun: error\n"
 
 
 def test_following_ends_with_the_run_and_has_its_exit_code(tmp_path: Path, capsys: Capture) -> None:
@@ -418,15 +424,52 @@ def test_several_runs_are_cancelled_only_when_a_person_agrees(
     assert {read_status(run).state for run in made} == {"cancelled"}
 
 
-@pytest.mark.parametrize("follows", ["in_place", "fail"])
-def test_preempt_waits_for_the_end_of_the_attempt(tmp_path: Path, capsys: Capture, follows: str) -> None:
+@pytest.mark.parametrize(("follows", "words", "grace"), [("in_place", [], None), ("fail", ["--no-grace"], 0.0)])
+def test_preempt_waits_for_the_end_of_the_attempt(
+    tmp_path: Path, capsys: Capture, follows: str, words: list[str], grace: float | None
+) -> None:
     run = make_run(tmp_path, NAME, submitted(), began())
     join = _supervisor(run, "preempt", ended("preempted", follows, last_step=60, durable_step=60))
-    assert main(["preempt", NAME]) == 0
+    assert main(["preempt", NAME, *words]) == 0
     join()
+    request = run.request("preempt")
+    assert request is not None and request.grace == grace
     shown = capsys.readouterr().out
     assert ("from step 60" in shown) == (follows == "in_place")
     assert ("jobkit resume" in shown) == (follows == "fail")
+
+
+@pytest.mark.parametrize(("verb", "code"), [("resume", 0), ("preempt", 1)])
+def test_several_runs_are_acted_on_only_when_a_person_agrees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, code: int
+) -> None:
+    for number in range(2):
+        run = make_run(tmp_path, f"toy-{number:08}", submitted(), began(), ended(), finished())
+        run.config_file.write_text("name: toy\ncommand: ['true']\n")
+        run.code.symlink_to(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    assert main([verb, "toy-*"]) == 2
+    assert main([verb, "toy-*", "-y"]) == code
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [(["status"], 0), (["logs"], 0), (["wait"], 0), (["cancel"], 0), (["resume"], 0), (["preempt"], 1)],
+)
+def test_runs_are_looked_for_in_the_folder_that_is_named(tmp_path: Path, words: list[str], code: int) -> None:
+    run = make_run(tmp_path / "elsewhere", NAME, submitted(), began(), ended(), finished())
+    run.config_file.write_text("name: toy\ncommand: ['true']\n")
+    run.code.symlink_to(tmp_path)
+    _printed(run, 1, 0, "one\n")
+    assert main([*words, NAME]) == 2
+    assert main([*words, NAME, "--runs-dir", str(tmp_path / "elsewhere")]) == code
+
+
+def test_doctor_looks_at_the_folder_and_the_cluster_that_are_named(tmp_path: Path, capsys: Capture) -> None:
+    assert main(["doctor", "--local", "--runs-dir", str(tmp_path / "elsewhere")]) == 0
+    assert str(tmp_path / "elsewhere") in capsys.readouterr().out
+    assert main(["doctor", "--cluster", "slrum"]) == 2
+    assert "did you mean 'slurm'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("events", [[], [began()], [began(), ended("timeout", "stop")]])

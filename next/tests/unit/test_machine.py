@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import pytest
@@ -57,6 +58,7 @@ def test_devices_that_are_named_and_not_used_are_said(no_gpus: None) -> None:
     words = [idle_devices(_config(gpus_per_task=1), ranks, visible) for ranks in (1, 2)]
     assert ("4,5" in str(words[0]), words[1]) == (True, None)
     assert idle_devices(_config(gpus_per_task=1), 1, {}) is None
+    assert idle_devices(_config("cpu", gpus_per_task=1), 1, os.environ) is None
 
 
 LOCAL: list[tuple[str, dict[str, Any], tuple[int, int]]] = [  # visible, resources, (tasks, gpus)

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from jobkit.cli.main import main
 from jobkit.cli.verify import shortened
 from jobkit.run.records import InterruptionKind
 from jobkit.verify.compare import Place, course_of, differing_values, first_difference, repeated_steps
 from jobkit.verify.explain import difference_lines, interruption_words
 from jobkit.verify.plan import KINDS, Course, interruptions
+from jobkit.verify.runs import Report, Verification
 
 
 def test_every_kind_has_a_place_in_twenty_steps() -> None:
@@ -114,6 +116,32 @@ def test_times_in_results_and_values_accuse_nobody() -> None:
 def test_the_course_of_a_straight_run() -> None:
     places = [place(0, "restored"), place(1), place(2, epoch=1), place(2, "evaluated", epoch=1), place(3, epoch=1)]
     assert course_of({0: places}) == Course(first=0, last=3, evaluations=(2,), epoch_ends=(2,))
+
+
+@pytest.mark.parametrize(("words", "scheduler"), [(["--local"], "local"), (["--cluster", "h100"], "slurm")])
+def test_the_place_and_the_folder_of_a_verification(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], scheduler: str
+) -> None:
+    made: list[Verification] = []
+
+    def run(self: Verification) -> Report:
+        made.append(self)
+        (self.runs_dir / ".code" / "0123").mkdir(parents=True)
+        return Report(equal=True)
+
+    monkeypatch.setattr(Verification, "run", run)
+    monkeypatch.chdir(tmp_path)
+    Path("exp.yaml").write_text("name: test\ncommand: ['true']\nclusters: {h100: {partition: big}}\n")
+    assert main(["verify", "exp.yaml", *words, "--steps", "9", "--runs-dir", "elsewhere", "--json"]) == 0
+    assert (made[0].target.scheduler, made[0].steps) == (scheduler, 9)
+    assert made[0].runs_dir.is_relative_to(tmp_path / "elsewhere")
+
+
+def test_a_snapshot_of_a_framework_with_files_is_a_checkpoint_in_the_words(tmp_path: Path) -> None:
+    values: Any = {"loaded": None, "folder": None, "runs_dir": tmp_path, "target": None, "steps": 20}
+    items = interruptions(Course(first=0, last=20), ["memory", "stop"])
+    for has_files, kinds in ((False, {"memory", "stop"}), (True, {"disk", "stop"})):
+        assert {item.kind for item in Verification(**values, _has_files=has_files)._as_done(items)} == kinds
 
 
 def test_params_of_verify_reach_the_command_and_typed_ones_come_last(tmp_path: Path) -> None:

@@ -1,0 +1,167 @@
+"""Keys of a YAML that a rank obeys: what they change in a Context, and on torch's objects."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness.ranks import make_context, run_ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from jobkit.errors import DistributedError, UsageError
+from jobkit.group import RankGroup
+from jobkit.run.schema import CheckpointConfig, CommConfig, Config, ParallelConfig
+from jobkit.train import sharding
+from jobkit.train.devices import choose_device, group_backend
+from jobkit.train.seeds import generator_state
+from jobkit.train.spread import Spread
+from jobkit.train.step import Step
+from jobkit.worker.context import Context
+
+CPU = torch.device("cpu")
+EACH_STEP = CheckpointConfig(every=1, memory="off", keep=2)
+
+
+def config(**values: Any) -> Config:
+    return Config(name="test", task="module:function", **{"checkpoint": EACH_STEP, **values})
+
+
+def context(folder: Path, **values: Any) -> Context:
+    return make_context(folder, RankGroup.alone(), config(**values))
+
+
+def test_a_seed_decides_the_weights_and_null_leaves_all_generators_alone(tmp_path: Path) -> None:
+    def weights(folder: str, seed: int | None) -> Tensor:
+        ctx = context(tmp_path / folder, seed=seed)
+        model = nn.Linear(2, 2)
+        ctx.track(model=model)
+        next(iter(ctx.steps(1)))
+        ctx.close()
+        return model.weight.detach()
+
+    assert torch.equal(weights("a", 1), weights("b", 1))
+    assert not torch.equal(weights("c", 1), weights("d", 2))
+    torch.manual_seed(5)
+    expected = nn.Linear(2, 2).weight.detach()
+    state = generator_state()
+    torch.manual_seed(5)
+    assert torch.equal(weights("e", None), expected)
+    assert generator_state()["torch"] == state["torch"]
+
+
+@pytest.mark.parametrize("on_nan", ["stop", "ignore"])
+def test_on_nan_says_whether_a_loss_that_is_no_number_ends_the_run(tmp_path: Path, on_nan: Any) -> None:
+    ctx = context(tmp_path, on_nan=on_nan)
+    ctx.track(model=nn.Linear(1, 1))
+
+    def train() -> int:
+        for step in ctx.steps(6):
+            ctx.log({"train/loss": math.nan if step == 3 else 1.0})
+        return ctx.step
+
+    if on_nan == "ignore":
+        assert train() == 6
+    else:
+        with pytest.raises(Exception, match="step 3"):
+            train()
+    ctx.close()
+
+
+def test_as_many_checkpoints_stay_as_keep_says(tmp_path: Path) -> None:
+    ctx = context(tmp_path)
+    ctx.track(model=nn.Linear(1, 1))
+    for _ in ctx.steps(6):
+        ctx._checkpointer.wait()
+    ctx.finish()
+    assert ctx._checkpointer.store.steps() == [6, 5]
+
+
+def options_of_torch(ranks: RankGroup) -> tuple[Any, ...]:
+    model, optimizer = nn.Linear(4, 4), torch.optim.SGD
+    spread = Spread(config(comm=CommConfig(hook="powersgd", powersgd_rank=3, bucket_cap_mb=7)), CPU, ranks)
+    ddp: Any = spread.parallelize(model)
+    spread.optimizer(ddp, optimizer, lr=0.1)
+    power: Any = spread.compressions[0]._power_sgd
+    policies: list[Any] = []
+    real = sharding.fully_shard
+    sharding.fully_shard = lambda *a, **k: policies.append(k["offload_policy"]) or real(*a, **k)  # type: ignore[assignment]
+    offloads = config(parallel=ParallelConfig(data="zero3", offload=True))
+    Spread(offloads, CPU, ranks).parallelize(nn.Linear(4, 4))
+    piped = config(parallel=ParallelConfig(pipeline=2, microbatches=5))
+    spread = Spread(piped, CPU, ranks)
+    pipeline = spread.parallelize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    batch = torch.ones(12, 4), torch.ones(12, 4)
+    with pytest.raises(UsageError, match="5"):
+        Step(piped, spread).backward(pipeline, batch, nn.functional.mse_loss, global_batch_size=12)
+    are_offloaded = {isinstance(policy, CPUOffloadPolicy) for policy in policies}
+    return power.matrix_approximation_rank, ddp.bucket_bytes_cap, are_offloaded
+
+
+def test_options_reach_torch() -> None:
+    assert run_ranks(options_of_torch, 2) == [(3, 7 << 20, {True})] * 2
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "expected"),
+    [
+        ("cpu", "auto", "gloo"),
+        ("cuda", "auto", "cpu:gloo,cuda:nccl"),
+        ("cuda", "gloo", "cpu:gloo,cuda:gloo"),
+        ("cuda", "cpu:gloo,cuda:ucc", "cpu:gloo,cuda:ucc"),
+        ("cpu", "smoke", None),
+    ],
+)
+def test_the_backend_is_the_devices_or_what_the_yaml_says(
+    monkeypatch: pytest.MonkeyPatch, device: str, backend: str, expected: str | None
+) -> None:
+    monkeypatch.setattr("torch.distributed.is_backend_available", lambda name: name != "smoke")
+    if expected is None:
+        with pytest.raises(DistributedError, match="smoke"):
+            group_backend(torch.device(device), backend)
+    else:
+        assert group_backend(torch.device(device), backend) == expected
+
+
+class Accelerators:
+    """torch.accelerator on a node with four GPUs."""
+
+    index: int | None = None
+
+    def current_accelerator(self, check_available: bool) -> torch.device:
+        return torch.device("cuda")
+
+    def device_count(self) -> int:
+        return 4
+
+    def set_device_index(self, index: int) -> None:
+        self.index = index
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus_per_task", "local_rank", "expected"),
+    [
+        ("auto", 0, 1, "cpu"),
+        ("cpu", 1, 1, "cpu"),
+        ("auto", 1, 1, "cuda:1"),
+        ("cuda", 2, 1, "cuda:2"),
+        ("cuda", 4, 1, "cuda:0"),  # a launcher shows the task its own alone
+        ("cuda", 1, 4, None),
+        ("cuda", 0, 0, None),
+        ("npu", 1, 0, None),
+    ],
+)
+def test_the_device_of_a_rank(
+    monkeypatch: pytest.MonkeyPatch, name: str, gpus_per_task: int, local_rank: int, expected: str | None
+) -> None:
+    node = Accelerators()
+    monkeypatch.setattr("torch.accelerator", node)
+    if expected is None:
+        with pytest.raises(DistributedError, match="gpus_per_task"):
+            choose_device(name, gpus_per_task, local_rank)
+    else:
+        assert choose_device(name, gpus_per_task, local_rank) == torch.device(expected)
+        assert node.index == torch.device(expected).index
