@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from jobkit.checkpoint.live import plain_module
-from jobkit.checkpoint.store import sync_folder
 from jobkit.errors import InputError
 from jobkit.group import RankGroup
 from jobkit.run.disk import is_full
-from jobkit.run.files import as_plain, json_text, write_atomic
+from jobkit.run.files import as_plain, json_text, sync_folder, write_atomic
+from jobkit.run.journal import read_status
 from jobkit.run.rundir import RunDir
 
 TIED = "tied"
@@ -126,7 +126,7 @@ class OpenedRun:
     def result(self) -> Any:
         """The result of the training function; None for a run that has not finished."""
         file = self.run.final / "result.json"
-        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else read_status(self.run).result
 
     def weights(self, name: str = "model") -> dict[str, Tensor]:
         """Return the final weights of the module that was tracked by this name. Raises InputError if there are none."""
@@ -137,7 +137,7 @@ class OpenedRun:
                 f"{self.run.name} has no final weights of {name!r}", allowed=names or "none: the run has not finished"
             )
         with safe_open(file, "pt") as opened:
-            tied = json.loads(opened.metadata()[TIED])
+            tied = json.loads((opened.metadata() or {}).get(TIED, "{}"))
         tensors = load_file(file)
         return tensors | {other: tensors[first] for other, first in tied.items()}
 
