@@ -135,7 +135,7 @@ def resume(run: RunDir, manner: Manner) -> int:
 
     checks.refuse_foreign(run)
     status = read_status(run)
-    checks.refuse_older(status)
+    checks.refuse_older(run, status)
     submitted = status.submitted
     if submitted is not None and submitted.launcher is not None:
         raise InputError(f"jobkit does not start its ranks: {to_continue(run.path, submitted)}", key=run.name)

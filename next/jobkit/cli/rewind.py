@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import time
 from pathlib import Path
 
 from jobkit.errors import EXIT_FINISHED, InputError
@@ -51,7 +52,7 @@ def rewind(run: RunDir, step: int) -> Rewound:
     checks.refuse_foreign(run)
     with run.submit_lock():
         now = view(run, locked=True)
-        checks.refuse_older(now.status)
+        checks.refuse_older(run, now.status)
         if now.state in UNDER_WAY:
             raise InputError(f"it is {now.state}", key=run.name, hint=f"first: {to_type('cancel', run.path)}")
         with run.alive_lock():  # the job of a run that has just ended may still write
@@ -95,6 +96,9 @@ def _set_aside(run: RunDir, step: int, branch: Path) -> None:
 
 
 def _move(item: Path, branch: Path) -> None:
-    if item.exists():
-        shutil.rmtree(branch / item.name, ignore_errors=True)
-        item.rename(branch / item.name)
+    if not item.exists():
+        return
+    target = branch / item.name
+    if target.exists():  # of a command that was killed before its event, and the run had gone on
+        target = target.with_name(f"{target.name}.{time.time_ns()}")
+    item.rename(target)

@@ -143,7 +143,7 @@ def describe(view: View, progress: Progress | None, now: float) -> list[str]:
         lines.append(f"result: {json.dumps(status.result)}")
     lines.append(f"run directory: {run.path}")
     if status.is_older:
-        lines.append(f"it cannot be continued; {HINT}")
+        lines.append(f"it cannot be continued{f'; {HINT}' if run.final.exists() else ''}")
     elif state in ("interrupted", "failed", "cancelled", LOST):
         is_ours = status.submitted is None or status.submitted.launcher is None
         how = ", with the code as it was submitted" if is_ours else ""

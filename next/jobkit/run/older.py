@@ -15,7 +15,7 @@ from jobkit.run.records import Began, Cause, Ended, Submitted
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Attempt, State, Status
 
-HINT = "its weights can be read, jobkit.open_run(path).weights()"
+HINT = "its final weights can be read: jobkit.open_run(path).weights()"
 
 OVER = ("finished", "failed", "cancelled")
 """Its other states are shown as interrupted: whether a job of an older jobkit lives, this one cannot ask."""

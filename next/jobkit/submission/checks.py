@@ -177,7 +177,8 @@ def refuse_foreign(run: RunDir) -> None:
             raise InputError(f"it belongs to {owner}", hint="--fresh makes a run of your own").at(path)
 
 
-def refuse_older(status: Status) -> None:
+def refuse_older(run: RunDir, status: Status) -> None:
     """Refuse to continue a run that an older jobkit made: its journal and its checkpoints have other forms."""
     if status.is_older:
-        raise InputError(f"{status.reason}: it is left as it is; {HINT}", key=status.name, hint="--fresh: a new run")
+        problem = f"an older jobkit made this run ({status.state}): it is left as it is, --fresh makes a new one"
+        raise InputError(problem, key=run.name, hint=HINT if run.final.exists() else "")

@@ -27,7 +27,7 @@ from jobkit.run.journal import read_status
 from jobkit.run.older import HINT
 from jobkit.run.records import Start
 from jobkit.run.rundir import RunDir
-from jobkit.run.runs import find
+from jobkit.run.runs import find, versions
 from jobkit.run.yamlfile import read_yaml
 from jobkit.submission.plan import LaunchPlan
 
@@ -113,7 +113,7 @@ class Fork:
         if not parent.exists():
             raise NoSuchRun(key=OPTION, found=parent.name, allowed=f"a run in {parent.path.parent}")
         if read_status(parent).is_older:
-            raise InputError(f"an older jobkit made it: {HINT}", key=OPTION, found=parent.name)
+            raise InputError(f"an older jobkit made {parent.name}, with other checkpoints", key=OPTION, hint=HINT)
         steps = parent.durable_steps()
         if self.step is None and steps:
             return steps[::-1]
@@ -166,9 +166,11 @@ def _run_of(name: str, runs_dir: Path) -> RunDir:
         return RunDir(runs_dir / name)
     except InputError:
         # The same command again: by now the name is also the name of the run that the first one made.
-        runs = [run for run in find([f"{name}-*"], runs_dir) if not run.start_file.exists()]
-        if len(runs) != 1:
+        others = [run.name for run in find([f"{name}-*"], runs_dir) if not run.start_file.exists()]
+        configs = {re.sub(r"(-[0-9a-f]{8})-\d+$", r"\1", other) for other in others}
+        if len(configs) != 1:
             raise
+        runs = versions(runs_dir, configs.pop())[-1:]
     if len(runs) != 1:
         raise InputError(key=OPTION, found=name, allowed="one run")
     return runs[0]

@@ -76,7 +76,7 @@ def submit(
         if is_new and folder is None:
             raise InputError("the run was removed meanwhile", key=run.name)
         before = view(run, locked=True)
-        checks.refuse_older(before.status)
+        checks.refuse_older(run, before.status)
         if before.state == "finished":
             return Outcome(run=run, before=before, started=False, job_id=before.job_id)
         if before.state in UNDER_WAY:
