@@ -20,6 +20,7 @@ from jobkit.usage import Parser, enter_folder, exit_code, program, show_examples
 if TYPE_CHECKING:
     from jobkit.run.load import Loaded
     from jobkit.run.rundir import RunDir
+    from jobkit.submission.fork import Fork
     from jobkit.submission.plan import LaunchPlan, Target
     from jobkit.submission.transaction import Outcome, Which
 
@@ -32,6 +33,7 @@ EXAMPLES = {
     "toy.yaml params.lr=3e-4 seed=1": "a run with other values, or continue it",
     "toy.yaml --dry-run": "what it would do",
     "toy.yaml --cluster h100 --follow": "the entry h100 of `clusters:`, and stay with the run",
+    "toy.yaml --from toy-11f5f19c@300 params.lr=1e-3": "a new run that goes on from a checkpoint of another",
 }
 
 
@@ -63,6 +65,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--after", action="append", default=[], metavar="RUN", help="start once this run is finished; may be repeated"
     )
+    parser.add_argument(
+        "--from", dest="start", metavar="RUN[@STEP]", help="a new run that begins with a checkpoint of another"
+    )
+    parser.add_argument("--weights-only", action="store_true", help="with --from: its weights alone, from step 0")
     add_manner(parser)
     parser.add_argument(
         "--runs-dir", type=Path, metavar="DIR", help="where runs live (default: $JOBKIT_RUNS or ./runs)"
@@ -114,9 +120,25 @@ def run(arguments: argparse.Namespace) -> int:
     loaded = chain.resolve(loaded, arguments.after, runs_dir)
     place = target(loaded.config, local=arguments.local, cluster=arguments.cluster)
     plan = plan_of(loaded, runs_dir, place)
+    fork = _fork_of(arguments)
+    if fork is not None:
+        plan = fork.at(plan)
     if arguments.dry_run:
-        return _dry_run(plan)
-    return _start(plan, Path.cwd(), "new" if arguments.fresh else "newest", manner)
+        return _dry_run(plan, fork)
+    return _start(plan, Path.cwd(), "new" if arguments.fresh else "newest", manner, fork)
+
+
+def _fork_of(arguments: argparse.Namespace) -> Fork | None:
+    """Return what --from and --weights-only say."""
+    if arguments.start is None:
+        if arguments.weights_only:
+            raise InputError("it says what to take of another run", key="--weights-only", hint="--from RUN names that")
+        return None
+    from jobkit.run.runs import runs_dir_of
+    from jobkit.submission.fork import Fork
+
+    runs_dir = runs_dir_of(arguments.runs_dir)
+    return Fork.of(arguments.start, weights_only=arguments.weights_only, runs_dir=runs_dir)
 
 
 def resume(run: RunDir, manner: Manner) -> int:
@@ -131,6 +153,7 @@ def resume(run: RunDir, manner: Manner) -> int:
 
     checks.refuse_foreign(run)
     status = read_status(run)
+    checks.refuse_older(run, status)
     submitted = status.submitted
     if submitted is not None and submitted.launcher is not None:
         raise InputError(f"jobkit does not start its ranks: {to_continue(run.path, submitted)}", key=run.name)
@@ -155,7 +178,7 @@ def plan_of(loaded: Loaded, runs_dir: Path, place: Target, folder: Path | None =
     return plan
 
 
-def _start(plan: LaunchPlan, code: Path | None, which: Which, manner: Manner) -> int:
+def _start(plan: LaunchPlan, code: Path | None, which: Which, manner: Manner, fork: Fork | None = None) -> int:
     """Start the run of a plan, and stay with it where that is wanted; returns the exit code."""
     from jobkit.run.disk import is_full
     from jobkit.submission import transaction
@@ -163,13 +186,18 @@ def _start(plan: LaunchPlan, code: Path | None, which: Which, manner: Manner) ->
     from jobkit.submission.signals import Signals
     from jobkit.supervisor import notify
 
+    def prepare(run: RunDir) -> None:
+        if fork is not None:
+            fork.bring(plan, run)
+        notify.keep(run, manner.notify)
+
     with Signals() as signals:
         outcome = transaction.submit(
             plan,
             code,
             which=which,
             job_exists=signals.job_exists,
-            prepare=lambda run: notify.keep(run, manner.notify),
+            prepare=prepare,
         )
         if not outcome.started and not outcome.before.is_over:
             notify.keep(outcome.run, manner.notify)
@@ -196,11 +224,13 @@ def _refuse_later_keys(loaded: Loaded) -> None:
             raise loaded.locate(InputError("not yet in this edition of jobkit", key=key))
 
 
-def _dry_run(plan: LaunchPlan) -> int:
+def _dry_run(plan: LaunchPlan, fork: Fork | None) -> int:
     from jobkit.run import yamlfile
     from jobkit.submission import sbatch
 
     print(f"{yamlfile.dump(plan.loaded.written)}---\n{plan.describe()}")
+    if fork is not None and not plan.run.start_file.exists():
+        print(f"it {fork.describe(plan, fork.newest())}")
     if plan.target.scheduler == "slurm":
         print(f"---\n{sbatch.SlurmExecutor(plan).script()}")
     return EXIT_FINISHED

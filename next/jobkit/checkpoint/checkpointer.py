@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from torch import nn
+
 from jobkit.checkpoint import framework_files, sources
 from jobkit.checkpoint.live import Entry
 from jobkit.checkpoint.memory import Snapshots, settled
@@ -104,6 +106,9 @@ class Checkpointer:
         self.durable_step: int | None = None
         self._entries: list[Entry] = []
         """The entries that were restored so far."""
+        self._weights: Source | None = None
+        """Another run's checkpoint, of which modules take the weights where nothing is restored."""
+        self._has_weights = False
         if self._disk_ranks.is_main:
             self.store.clean()
         self._best = ranks.broadcast(self.store.best() if ranks.is_main else None)
@@ -175,6 +180,25 @@ class Checkpointer:
         self._entries += entries
         self.stager.walkers(entries)  # in each attempt, so that an optimizer's parameters have the same names in all
         self._restore(entries)
+        if self._weights is not None:
+            self._read_weights(self._weights, [entry for entry in entries if isinstance(entry.live, nn.Module)])
+
+    def take_weights(self, folder: Path) -> None:
+        """Let modules begin with the weights of a checkpoint of another run."""
+        self._weights = agreed(self.ranks, lambda: sources.of_disk(folder, self._disk_ranks))
+
+    def _read_weights(self, source: Source, modules: Sequence[Entry]) -> None:
+        if missing := [entry.name for entry in modules if entry.name not in source.manifest.entries]:
+            present = ", ".join(source.manifest.entries)
+            raise CheckpointError(f"--weights-only: the checkpoint has no {', '.join(missing)}; it has {present}")
+        if modules:
+            source.read(modules, self.stager, self._disk_ranks)
+            self._has_weights = True
+
+    def check_weights(self) -> None:
+        """Raise CheckpointError where weights of another run were to be taken, and no module has taken any."""
+        if self._weights is not None and not self._has_weights:
+            raise CheckpointError("--weights-only: ctx.track was given no model that could take the weights")
 
     def restore_again(self) -> None:
         """Read all entries once more: lines that ran since may have changed them."""

@@ -21,11 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from jobkit.checkpoint.live import plain_module
-from jobkit.checkpoint.store import sync_folder
 from jobkit.errors import InputError
 from jobkit.group import RankGroup
 from jobkit.run.disk import is_full
-from jobkit.run.files import as_plain, json_text, write_atomic
+from jobkit.run.files import as_plain, json_text, sync_folder, write_atomic
 from jobkit.run.journal import read_status
 from jobkit.run.rundir import RunDir
 
@@ -140,7 +139,7 @@ class OpenedRun:
                 f"{self.run.name} has no final weights of {name!r}", allowed=names or "none: the run has not finished"
             )
         with safe_open(file, "pt") as opened:
-            tied = json.loads(opened.metadata()[TIED])
+            tied = json.loads((opened.metadata() or {}).get(TIED, "{}"))
         tensors = load_file(file)
         return tensors | {other: tensors[first] for other, first in tied.items()}
 

@@ -24,7 +24,7 @@ from typing import Any
 import xxhash
 
 from jobkit.checkpoint.shard import ShardInfo
-from jobkit.run.files import is_there, json_text, read_json, replace_link, write_json
+from jobkit.run.files import is_there, json_text, read_json, replace_link, sync_folder, write_json
 from jobkit.run.rundir import CHECKPOINT
 
 MANIFEST = "manifest.json"
@@ -189,12 +189,3 @@ class Store:
         steps = self.steps()
         if steps:
             replace_link(self.folder / LATEST, self.path(steps[0]))
-
-
-def sync_folder(folder: Path) -> None:
-    """Return when the disk has the names in a folder: a rename is an entry of its folder."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

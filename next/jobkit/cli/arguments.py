@@ -28,9 +28,13 @@ def chosen(arguments: argparse.Namespace) -> list[RunDir]:
 
 
 def confirmed(arguments: argparse.Namespace) -> list[RunDir]:
-    """Return the runs that the words mean, once a person has agreed to act on several. Raises InputError for a no."""
-    runs = chosen(arguments)
-    if len(runs) == 1 or arguments.yes:
+    """Return the runs that the words mean, as `confirm` does."""
+    return confirm(chosen(arguments), yes=arguments.yes)
+
+
+def confirm(runs: list[RunDir], *, yes: bool) -> list[RunDir]:
+    """Return the runs, once a person has agreed to act on several. Raises InputError for a no."""
+    if len(runs) == 1 or yes:
         return runs
     which = f"{len(runs)} runs: {some([run.name for run in runs])}"
     if not sys.stdin.isatty():

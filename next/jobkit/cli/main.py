@@ -20,6 +20,8 @@ VERBS = {
     "wait": "return when runs are over, with the exit code of the worst",
     "cancel": "stop a run for good, with a checkpoint",
     "resume": "continue a run as it was last submitted",
+    "rewind": "go back within a run, to one of its checkpoints",
+    "rm": "remove runs that are over, or their checkpoints",
     "verify": "prove that interruptions change no bit of a training, or name what they change",
     "preempt": "rehearse a preemption: a run stops, and continues by itself",
     "doctor": "check this machine and the cluster",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jobkit.errors import InputError, nearest
@@ -91,6 +91,9 @@ def _facts(run: RunDir, status: Mapping[str, Any], view: View | None, progress: 
     config, ends = submitted.get("config", {}), [attempt.get("ended", {}) for attempt in reversed(attempts)]
     if progress is None or not attempts or progress.attempt != attempts[-1]["number"]:
         progress = Progress(attempt=0, time=0.0, step=next(_of(ends, "last_step"), None))
+    if (back := status.get("rewound")) is not None:
+        progress = replace(progress, step=back)
+        ends = [{"durable_step": back}]
     state = view.state if view is not None else status.get("state", "new")
     eta = None
     if state == "running" and progress.step is not None and progress.total_steps and progress.steps_per_second:

@@ -20,6 +20,7 @@ from jobkit.run.accounting import Account, accounts, goodput
 from jobkit.run.chain import waits_for
 from jobkit.run.duration import format_seconds
 from jobkit.run.files import json_text, read_json
+from jobkit.run.older import HINT
 from jobkit.run.records import Ended, Progress
 from jobkit.run.status import Attempt
 from jobkit.run.tail import Tail
@@ -66,6 +67,7 @@ def _values(view: View) -> dict[str, Any]:
         "job_id": view.job_id,
         "answered": view.answered,
         "checkpoint": view.run.durable_step(),
+        "start": records.plain(start) if (start := view.run.start()) is not None else None,
         "progress": records.plain(progress) if progress is not None else None,
         "slow_ranks": slow_ranks(view, progress),
         "verified": verified(view),
@@ -105,7 +107,8 @@ def describe(view: View, progress: Progress | None, now: float) -> list[str]:
     if progress is not None and (newest is None or progress.attempt != newest.number):
         progress = None
     spent = accounts(status, progress, now)
-    lines = [f"{run.name}: {state}{_steps(spent, progress)}"]
+    steps = _steps(spent, progress) if status.rewound is None else f", step {status.rewound}"
+    lines = [f"{run.name}: {state}{steps}"]
     if view.words:
         lines.append(f"  {view.words}")
     if waiting := waits_for(run, status):
@@ -132,6 +135,8 @@ def describe(view: View, progress: Progress | None, now: float) -> list[str]:
         outcome = "equal" if word["equal"] else "it differs after interruptions"
         outcome = "two straight runs of it differ" if word.get("nondeterministic") else outcome
         lines.append(f"its code was verified {age} ago: {outcome}")
+    if (start := run.start()) is not None:
+        lines.append(f"began with {'the weights of ' * start.weights_only}step {start.step} of {start.run}")
     step = run.durable_step()
     if step is not None:
         lines.append(f"newest checkpoint: step {step}")
@@ -140,7 +145,9 @@ def describe(view: View, progress: Progress | None, now: float) -> list[str]:
     if status.result is not None:
         lines.append(f"result: {json.dumps(status.result)}")
     lines.append(f"run directory: {run.path}")
-    if state in ("interrupted", "failed", "cancelled", LOST):
+    if status.is_older:
+        lines.append(f"it cannot be continued{f'; {HINT}' if run.final.exists() else ''}")
+    elif state in ("interrupted", "failed", "cancelled", LOST):
         is_ours = status.submitted is None or status.submitted.launcher is None
         how = ", with the code as it was submitted" if is_ours else ""
         lines.append(f"to continue it{how}: {to_continue(run.path, status.submitted)}")

@@ -37,12 +37,8 @@ def write_atomic(path: Path, data: bytes | str, *, durable: bool = True, mode: i
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    if durable:  # a rename is an entry of the directory; the fsync of the file does not reach it
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    if durable:  # the fsync of the file does not reach its name
+        sync_folder(path.parent)
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True, mode: int = 0o666) -> None:
@@ -64,6 +60,15 @@ def as_plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return as_plain(value.tolist())
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def sync_folder(folder: Path) -> None:
+    """Return when the disk has the names in a folder: a rename is an entry of its folder."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def replace_link(path: Path, target: Path) -> None:

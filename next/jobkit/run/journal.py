@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jobkit.errors import LostLease
-from jobkit.run import records
+from jobkit.run import older, records
 from jobkit.run.files import json_text, read_fresh, read_json, write_json
 from jobkit.run.records import EVENTS, Event
 from jobkit.run.rundir import RunDir
@@ -119,14 +119,15 @@ def read_status(run: RunDir) -> Status:
     status = Status(name=run.name)
     for event in events(run):
         status = fold(status, event)
-    return status
+    return status if status.submitted is not None else older.read(run) or status
 
 
 def cached_status(run: RunDir) -> dict[str, Any] | None:
     """Return the content of status.json; None where it is older than the journal. `list` reads thousands of them."""
     value = read_json(run.status_file)
     try:
-        is_new = isinstance(value, dict) and value.get("journal_bytes") == run.journal_file.stat().st_size
+        is_ours = isinstance(value, dict) and not older.is_older(value)
+        is_new = is_ours and value.get("journal_bytes") == run.journal_file.stat().st_size
     except OSError:
         return None
     return value if is_new else None

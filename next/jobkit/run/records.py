@@ -4,6 +4,7 @@
     progress.json                 Progress      rank 0                        supervisor, followers, list
     ends/<attempt>/<rank>.json    End           each rank, as its last act    supervisor
     requests/<kind>.json          Request       commands                      supervisor
+    start.json                    Start         the submission, --from        ranks, status
     lease.json                    Lease         supervisor (`attempt.begin`)  ranks, agents, every append
     supervisor.json               Contact       supervisor                    its agents
     events.jsonl                  an Event each the holder of the lease       everybody, as the Status that follows
@@ -188,6 +189,22 @@ class Request:
     user: str = ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """The checkpoint of another run that a run begins with; written once it is in the run's own directory."""
+
+    run: str
+    path: str
+    """The directory of that run, which may be gone by now."""
+    step: int
+    weights_only: bool = False
+    """True: the weights of the models alone, and the run begins at step 0."""
+
+    def begins(self, step: int) -> bool:
+        """Return whether the run's own checkpoint of a step is the other run's."""
+        return step == self.step and not self.weights_only
+
+
 # What a supervisor leaves
 
 
@@ -354,6 +371,19 @@ class Cancelled(Event):
     kind = "cancelled"
     user: str = ""
     reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rewound(Event):
+    """A person went back to a checkpoint; what came after it is in `branch`."""
+
+    kind = "rewound"
+    step: int
+    branch: str
+    """Relative to the run directory."""
+    moved: list[int] = field(default_factory=list)
+    """Steps of the checkpoints in the branch."""
+    user: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,9 @@ runs/<name>-<hash8>/
   notify                                     the command of --notify; readable by its owner alone
   events.jsonl  status.json                  run/journal.py
   requests/  ends/  progress.json  lease.json  supervisor.json      run/records.py
+  start.json  start/                         of --from: the other run's checkpoint, where its weights alone are taken
   checkpoints/step_00000500/   tensorboard/    written by ranks
+  checkpoints/branches/<n>/                  set aside by `rewind`
   logs/<attempt>/rank_<n>.{out,err}          what ranks print; srun.err: what srun says
   submitit/                                  pickle, batch script, what the batch script prints
 runs/.locks/<name>.{submit,begin}            locks outlive the run that they are about
@@ -24,7 +26,7 @@ from jobkit.errors import InputError
 from jobkit.run import records
 from jobkit.run.files import foreign_owner, is_there, read_fresh, user_name
 from jobkit.run.locks import Lock
-from jobkit.run.records import Contact, Drill, End, Interruption, Lease, Progress, Request, RequestKind
+from jobkit.run.records import Contact, Drill, End, Interruption, Lease, Progress, Request, RequestKind, Start
 from jobkit.run.schema import Config
 
 if TYPE_CHECKING:
@@ -69,6 +71,10 @@ class RunDir:
     tensorboard = _Path("tensorboard")
     final = _Path("final")
     """The whole weights, the config and the result of a run that has finished."""
+    start_file = _Path("start.json")
+    start_folder = _Path("start")
+    """The checkpoint of another run, where its weights alone are taken."""
+    branches = _Path("checkpoints/branches")
     drill_file = _Path("drill.json")
     trace_folder = _Path("trace")
     """Of a run of `jobkit verify`: its orders, and the values that its ranks came by."""
@@ -171,6 +177,10 @@ class RunDir:
         ends = [records.read(End, file) for file in files]
         return sorted((end for end in ends if end is not None), key=lambda end: end.rank)
 
+    def start(self) -> Start | None:
+        """Return what the run begins with; None for a run that begins at step 0 with new weights."""
+        return records.read(Start, self.start_file)
+
     def drill(self) -> Drill | None:
         """Return the orders of `jobkit verify`; None for a run of a user's."""
         drill = records.read(Drill, self.drill_file)
@@ -195,8 +205,15 @@ class RunDir:
         records.write(file, request, durable=False)
 
     def durable_step(self) -> int | None:
-        """Return the step of the newest complete checkpoint: its folder has its name once it is complete."""
+        """Return the step of the newest complete checkpoint."""
+        return max(self.durable_steps(), default=None)
+
+    def durable_steps(self) -> list[int]:
+        """Return the steps of the complete checkpoints, in order: a folder has its name once it is complete."""
         if not is_there(self.checkpoints):
-            return None
+            return []
         names = (CHECKPOINT.fullmatch(entry.name) for entry in self.checkpoints.iterdir())
-        return max((int(match[1]) for match in names if match), default=None)
+        return sorted(int(match[1]) for match in names if match)
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step_{step:08d}"

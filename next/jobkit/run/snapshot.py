@@ -4,7 +4,7 @@
                                     .snapshot.json: file -> digest of its content
 
 Equal code of a user is stored once for all runs of a runs directory. Nobody else can write in a snapshot: its modules
-are executed. `take` is called by the submission alone.
+are executed. `link` is called by the submission, `put_unused` by `rm`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pathlib import Path
 
 from jobkit.errors import InputError
 from jobkit.log import log
-from jobkit.run.files import foreign_owner, read_json, write_json
-from jobkit.run.locks import make_folder
+from jobkit.run.files import foreign_owner, read_json, replace_link, write_json
+from jobkit.run.locks import Lock, make_folder
 
 MANIFEST = ".snapshot.json"
 
@@ -67,6 +67,29 @@ def take(folder: Path, runs_dir: Path) -> Path:
         shutil.rmtree(path, ignore_errors=True)  # a damaged copy
         staging.rename(path)
     return path
+
+
+def link(name: Path, folder: Path, runs_dir: Path) -> Path:
+    """Take a snapshot, and make `name` a link to it; returns the snapshot. From then on no `rm` deletes it."""
+    code = take(folder, runs_dir)
+    with _lock(runs_dir):
+        if not code.exists():  # the last run that had it was removed in this moment
+            code = take(folder, runs_dir)
+        replace_link(name, code)
+    return code
+
+
+def put_unused(runs_dir: Path, names: Iterable[str], aside: Path) -> None:
+    """Move the snapshots of these names that no run has any more into the folder `aside`, for their deletion."""
+    with _lock(runs_dir):
+        used = {link.readlink().name for link in runs_dir.glob("*/code") if link.is_symlink()}
+        for path in (runs_dir / ".code" / name for name in set(names) - used):
+            if path.is_dir() and foreign_owner(path) is None:
+                path.rename(aside / f"{path.name}.{time.time_ns()}")
+
+
+def _lock(runs_dir: Path) -> Lock:
+    return Lock(runs_dir / ".locks" / "code")
 
 
 def is_intact(path: Path) -> bool:

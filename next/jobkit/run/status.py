@@ -2,6 +2,7 @@
 
 submitted ---> queued --attempt began--> running --attempt ended--> queued | running | interrupted | failed
                                          any --cancelled--> cancelled          running --finished--> finished
+                                         any --rewound--> interrupted
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import dataclasses
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from jobkit.run.records import Began, Cancelled, Ended, Event, Excluded, Finished, Refused, Requeued, Submitted
+from jobkit.run.records import Began, Cancelled, Ended, Event, Excluded, Finished, Refused, Requeued, Rewound, Submitted
 
 State = Literal["new", "queued", "running", "interrupted", "failed", "cancelled", "finished"]
 """interrupted: the same command continues. queued: a job is, or was when somebody last knew, in the queue."""
@@ -53,6 +54,8 @@ class Status:
     result: dict[str, Any] | None = None
     reason: str = ""
     """Why the run is in this state, for a person."""
+    rewound: int | None = None
+    """The step that a person went back to; None once an attempt has begun there."""
     since: float = 0.0
     """When the last event was appended."""
 
@@ -75,6 +78,11 @@ class Status:
     def job_id(self) -> str | None:
         """The job of the newest attempt of the newest submission; None while only the scheduler knows it."""
         return self.attempt.began.job_id if self.attempt and self.attempt.began.token == self.token else None
+
+    @property
+    def is_older(self) -> bool:
+        """True for a run of an older jobkit, which this one shows and never continues (run/older.py)."""
+        return self.token == ""
 
     @property
     def is_over(self) -> bool:
@@ -113,7 +121,7 @@ def fold(status: Status, event: Event) -> Status:
         case Began():
             queued = None if event.how == "in place" else before
             attempt = Attempt(number=event.attempt, submission=status.person_submission, began=event, queued=queued)
-            return replace(status, state="running", attempts=[*status.attempts, attempt], reason="")
+            return replace(status, state="running", attempts=[*status.attempts, attempt], reason="", rewound=None)
         case Ended():
             attempts = [
                 replace(attempt, ended=event) if attempt.number == event.attempt else attempt
@@ -126,6 +134,9 @@ def fold(status: Status, event: Event) -> Status:
             return replace(status, excluded_nodes=[*dict.fromkeys([*status.excluded_nodes, event.node])])
         case Cancelled():
             return replace(status, state="cancelled", reason=event.reason)
+        case Rewound():
+            reason = f"went back to step {event.step}; what came after it is in {event.branch}"
+            return replace(status, state="interrupted", result=None, rewound=event.step, reason=reason)
         case Finished():
             return replace(status, state="finished", result=event.result, reason="")
     return status

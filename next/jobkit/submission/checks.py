@@ -20,7 +20,9 @@ from jobkit.errors import InputError, nearest
 from jobkit.run import disk, layout
 from jobkit.run.files import foreign_owner
 from jobkit.run.machine import idle_devices
+from jobkit.run.older import HINT
 from jobkit.run.rundir import RunDir
+from jobkit.run.status import Status
 from jobkit.submission.plan import LaunchPlan
 
 PLUGIN = "jobkit.worker.job_environment:JobkitJobEnvironment"
@@ -173,3 +175,10 @@ def refuse_foreign(run: RunDir) -> None:
     for path in (run.path, run.config_file):
         if path.exists() and (owner := foreign_owner(path)) is not None:
             raise InputError(f"it belongs to {owner}", hint="--fresh makes a run of your own").at(path)
+
+
+def refuse_older(run: RunDir, status: Status) -> None:
+    """Refuse to continue a run that an older jobkit made: its journal and its checkpoints have other forms."""
+    if status.is_older:
+        problem = f"an older jobkit made this run ({status.state}): it is left as it is, --fresh makes a new one"
+        raise InputError(problem, key=run.name, hint=HINT if run.final.exists() else "")

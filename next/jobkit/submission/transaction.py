@@ -20,7 +20,7 @@ from typing import Literal
 
 from jobkit.errors import InputError, SchedulerError, SchedulerTimeout
 from jobkit.run import snapshot, yamlfile
-from jobkit.run.files import replace_link, user_name, write_atomic
+from jobkit.run.files import user_name, write_atomic
 from jobkit.run.journal import Journal
 from jobkit.run.locks import Lock
 from jobkit.run.records import Refused, Submitted, new_token
@@ -69,11 +69,14 @@ def submit(
         folder: the code that goes into the snapshot; None keeps the run's code
         which: the newest run of the config, a new one with the next number, or exactly `plan.run`
         job_exists: called just before there is a job on this machine
-        prepare: called with the run directory once it exists, before there is a job
+        prepare: called with the run directory once it exists, before there is a config.yaml in it
     """
     with _chosen(plan.run, which) as (run, lock):
         is_new = not run.path.exists()
+        if is_new and folder is None:
+            raise InputError("the run was removed meanwhile", key=run.name)
         before = view(run, locked=True)
+        checks.refuse_older(run, before.status)
         if before.state == "finished":
             return Outcome(run=run, before=before, started=False, job_id=before.job_id)
         if before.state in UNDER_WAY:
@@ -133,14 +136,12 @@ def _prepare(plan: LaunchPlan, folder: Path | None, before: View, prepare: Calla
     """Write everything that the job needs, and last that there will be one."""
     run = plan.run
     cluster = patiently(commands.cluster_name) if plan.target.scheduler == "slurm" else None
-    code = snapshot.take(folder, run.path.parent) if folder is not None else None
     for path in (run.path, run.submitit, run.checkpoints, run.tensorboard, run.path / "requests"):
         path.mkdir(parents=True, exist_ok=True)
     run.failed_starts.unlink(missing_ok=True)  # the nodes of an earlier submission say nothing about this one
-    if code is not None:
-        replace_link(run.code, code)
+    code = snapshot.link(run.code, folder, run.path.parent) if folder is not None else None
+    prepare(run)  # before there is a run: `resume` of one without what it begins with would begin anew
     write_atomic(run.config_file, yamlfile.dump(plan.loaded.written))
-    prepare(run)
     number = before.status.submitted.number + 1 if before.status.submitted is not None else 1
     written = plan.loaded.written
     journal = Journal(run)

@@ -25,7 +25,9 @@ from jobkit.checkpoint.disks import disks_of
 from jobkit.checkpoint.export import write_final
 from jobkit.checkpoint.sources import Source
 from jobkit.checkpoint.staging import Place
-from jobkit.errors import JobkitError, Stopped, UsageError
+from jobkit.errors import CheckpointError, JobkitError, Stopped, UsageError
+from jobkit.run.files import is_there
+from jobkit.run.records import Start
 from jobkit.run.slots import Phase, page_before, slots_of
 from jobkit.train.loader import Loader
 from jobkit.train.seeds import derive_seed, seed_generators
@@ -99,11 +101,16 @@ class Context:
             best_mode=config.checkpoint.best.mode if config.checkpoint.best is not None else "min",
         )
         restored = self._checkpointer.restored
+        start = joined.ranks.broadcast(rank.run.start() if self.is_main else None)
+        self._is_start = restored is not None and start is not None and start.begins(restored.step)
+        if restored is None and start is not None:
+            self._take_weights(start)
         self._reporter = Reporter(rank)
         self._health = Health(ignores=config.on_nan == "ignore")
         self._spread = Spread(config, joined.device, joined.ranks, rank.local_world_size)
         self._step = Step(config, self._spread)
         self._tracked = Tracked(self._checkpointer, config.checkpoint.weights, drifts=self._spread.drifts)
+        self._tracked.is_start = self._is_start
         self._checkpoints = Checkpoints(rank, self._checkpointer, self._tracked, self._reporter)
         timing = Timing(self._reporter, joined.device, self._step.loaders, self._spread.optimizers)
         self._loop = Loop(
@@ -143,6 +150,14 @@ class Context:
         if config.seed is not None:  # equal on all ranks, for equal initial weights
             seed_generators(derive_seed(config.seed, "init"), *self._devices)
         Context._current = self
+
+    def _take_weights(self, start: Start) -> None:
+        """Begin with the weights of another run's checkpoint. Raises CheckpointError where what --from took is gone."""
+        folder = self._rank.run.start_folder / self._rank.run.checkpoint(start.step).name
+        if not start.weights_only or not is_there(folder):
+            gone = f"the checkpoint of step {start.step} of {start.run}, which this run begins with, is gone"
+            raise CheckpointError(f"{gone} from its directory: --from with --fresh takes it again")
+        self._checkpointer.take_weights(folder)
 
     @classmethod
     def current(cls) -> Context | None:
@@ -407,13 +422,14 @@ class Context:
             self._averaged_step = step
 
     def _begin_reports(self, restored: Source | None, repeats: Repeats | None) -> None:
-        position = None if restored is None else restored.manifest.extra["tensorboard"]
+        # In another run's checkpoint it is the place in that one's curves.
+        position = None if restored is None or self._is_start else restored.manifest.extra["tensorboard"]
         self._reporter.begin(self.step, position, repeats)
 
     def _restore_again(self) -> None:
         """At the first batch within an epoch: undo what the lines before it changed."""
         begun = self._checkpointer.restored
-        self._checkpointer.restore_again()
+        self._tracked.restore_again()
         if self._checkpointer.restored is not begun:
             raise JobkitError(
                 "a checkpoint could not be read again within an epoch; the next attempt begins with an older checkpoint"
@@ -511,7 +527,7 @@ class Context:
     def is_done(self) -> bool:
         """True if the attempt before died after its last checkpoint: the lines after the loop would lack its values."""
         restored = self._checkpointer.restored
-        is_last = restored is not None and bool(restored.manifest.extra.get("is_last"))
+        is_last = restored is not None and not self._is_start and bool(restored.manifest.extra.get("is_last"))
         return is_last and bool(self._ranks.broadcast((self._rank.run.final / "result.json").exists()))
 
     def finish_again(self) -> Any:

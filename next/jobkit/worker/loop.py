@@ -108,6 +108,8 @@ class Loop:
         calls = self._calls(every)
         if self.boundary.step < self.total:
             self._run_due(calls)
+        else:
+            self._reporter.warn(f"nothing is left to train: the run is at step {self.boundary.step} of {self.total}")
         while self.boundary.step < self.total:
             self.begin_step()
             step = self.boundary.step

@@ -28,6 +28,7 @@ from jobkit.errors import CheckpointError, UsageError
 from jobkit.log import log
 from jobkit.train.loader import Loader
 from jobkit.train.seeds import derive_seed, generator_state, load_generator_state, seed_generators
+from jobkit.worker.given import Given
 from jobkit.worker.values import Values
 
 OWN = "jobkit."
@@ -61,6 +62,9 @@ class Tracked:
         """Optimizers that have stepped, and may."""
         self.has_files = False
         """True where a framework writes its own files into checkpoints."""
+        self.given = Given()
+        self.is_start = False
+        """True if this attempt begins with a checkpoint of another run: the code's options hold."""
         self._is_checked = False
         self._hook = register_optimizer_step_post_hook(self._note_step)
 
@@ -79,13 +83,25 @@ class Tracked:
             if name in self.objects:  # a second call with the same object
                 continue
             self.objects[name] = value
+            self.given.note(name, value)
             entries.append(self._entry(name, value, per_rank=name in per_rank))
         before = list(self.entries)
+        is_first = not any(entry.live is self.given for entry in before)
+        if is_first and any(self.given.is_about(value) for value in self.objects.values()):
+            entries.append(Entry(name=f"{OWN}given", live=self.given, scope="rank", optional=True))
         self._restore(entries)
         if before and entries and not isinstance(entries[0].live, Values):
             # An object that was made since the call before may have changed what that restored, as a scheduler does
             # with its optimizer's learning rate.
-            self.checkpointer.restore_again()
+            self.restore_again()
+        elif self.is_start:
+            self.given.apply({entry.name: entry.live for entry in entries})
+
+    def restore_again(self) -> None:
+        """Read everything once more: lines that ran since may have changed it."""
+        self.checkpointer.restore_again()
+        if self.is_start:
+            self.given.apply(self.objects)
 
     def add_own(self, name: str, live: Any) -> None:
         """Track an object of jobkit's own. A checkpoint of a run that had none may lack it."""
@@ -172,6 +188,7 @@ class Tracked:
 
     def check_names(self) -> None:
         """Raise CheckpointError where the checkpoint has an object that the code does not track any more."""
+        self.checkpointer.check_weights()
         restored = self.checkpointer.restored
         names = [name for name in self.checkpointer.end_restore() if not name.startswith(OWN)]
         if names and restored is not None:

@@ -71,7 +71,7 @@ def train(ctx: jobkit.Context) -> dict[str, Any]:
     mark(ctx)
     p = ctx.params
     model = ctx.parallelize(network())
-    optimizer = ctx.optimizer(model, torch.optim.AdamW, lr=0.01)
+    optimizer = ctx.optimizer(model, torch.optim.AdamW, lr=p.get("lr", 0.01))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9)
     loader = ctx.loader(Points(), global_batch_size=16)
     ctx.track(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
@@ -95,7 +95,8 @@ def train(ctx: jobkit.Context) -> dict[str, Any]:
         state.counts[10] += 1
         ctx.log({"train/loss": loss, "train/average": state.average})
         pause(ctx)
-    return {"digest": digest(model.state_dict(), optimizer.state_dict()["state"]), "average": state.average}
+    weights = digest(model.state_dict(), optimizer.state_dict()["state"])
+    return {"digest": weights, "average": state.average, "lr": optimizer.param_groups[0]["lr"]}
 
 
 def train_epochs(ctx: jobkit.Context) -> dict[str, Any]:

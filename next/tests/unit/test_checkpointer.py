@@ -255,3 +255,31 @@ def test_an_optimizers_state_may_begin_as_none_and_comes_back_in_its_order_in_me
     expected, basis = saved.state[models[0].weight]["basis"], read.state[models[1].weight]["basis"]
     assert torch.equal(basis, expected)
     assert basis.stride() == expected.stride() == (1, 5)
+
+
+def test_the_weights_of_another_run_fit_by_name_and_shape(tmp_path: Path) -> None:
+    other = nn.Linear(2, 3)
+    save(tmp_path / "other", other, 7)
+
+    def taken(model: nn.Module, name: str = "model") -> Checkpointer:
+        checkpointer = make(tmp_path / "own")
+        checkpointer.take_weights(tmp_path / "other" / "step_00000007")
+        checkpointer.restore(entries(model, name))
+        return checkpointer
+
+    model = nn.Linear(2, 3)
+    checkpointer = taken(model)
+    checkpointer.check_weights()
+    assert torch.equal(model.weight, other.weight)
+    assert checkpointer.restored is None  # the run begins at step 0
+    for misfit, name, says in (
+        (nn.Linear(2, 4), "model", r"model/weight: .*\[3, 2\].*\[4, 2\]"),
+        (nn.Linear(2, 3, bias=False), "model", "model/bias"),
+        (nn.Linear(2, 3), "teacher", "teacher"),
+    ):
+        with pytest.raises(CheckpointError, match=says):
+            taken(misfit, name)
+    checkpointer = make(tmp_path / "own")
+    checkpointer.take_weights(tmp_path / "other" / "step_00000007")
+    with pytest.raises(CheckpointError, match="no model"):
+        checkpointer.check_weights()
