@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jobkit.worker.context import Context as Context
     from jobkit.worker.script import init as init
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _LAZY = {
     "Blocks": "jobkit.train.pipeline",

@@ -2,11 +2,13 @@
 # The project's virtual environment, for the scripts beside this file to source.
 
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
+venv=$root/.venv
+constraints=$root/tools/constraints.txt
 
-# Make $root/.venv hold jobkit and its extras $@. Takes no time when it does: a stamp says what was installed.
+# Make $venv hold jobkit and its extras $@. Takes no time when it does: a stamp says what was installed.
 ensure_environment() {
     local wanted python=${PYTHON:-python3}
-    wanted=$(cd "$root" && cat setup.cfg pyproject.toml tools/constraints.txt | sha256sum)
+    wanted=$(cd "$root" && cat setup.cfg pyproject.toml "$constraints" | sha256sum)
     is_installed "$wanted" "$@" && return
 
     if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
@@ -20,9 +22,9 @@ ensure_environment() {
 is_installed() {
     local wanted=$1 extra
     shift
-    [[ -x $root/.venv/bin/python && $(cat "$root/.venv/installed" 2>/dev/null) == "$wanted"* ]] || return 1
+    [[ -x $venv/bin/python && $(cat "$venv/installed" 2>/dev/null) == "$wanted"* ]] || return 1
     for extra; do
-        grep --quiet --word-regexp "$extra" "$root/.venv/installed" || return 1
+        grep --quiet --word-regexp "$extra" "$venv/installed" || return 1
     done
 }
 
@@ -30,20 +32,20 @@ install() {
     local python=$1 wanted=$2 clear=() extras
     shift 2
     # An install that was interrupted may leave half a package, which pip would take for a whole one.
-    [[ ! -e $root/.venv/incomplete ]] || clear=(--clear)
+    [[ ! -e $venv/incomplete ]] || clear=(--clear)
     trap 'exit 130' INT TERM # pip itself ends with 0 after these
-    echo "Installing into $root/.venv; this happens once." >&2
-    mkdir -p "$root/.venv"
-    touch "$root/.venv/incomplete"
-    rm -f "$root/.venv/installed"
-    "$python" -m venv "${clear[@]}" "$root/.venv"
-    touch "$root/.venv/incomplete"
+    echo "Installing into $venv; this happens once." >&2
+    mkdir -p "$venv"
+    touch "$venv/incomplete"
+    rm -f "$venv/installed"
+    "$python" -m venv "${clear[@]}" "$venv"
+    touch "$venv/incomplete"
     extras=$(IFS=, && echo "$*")
-    if ! "$root/.venv/bin/python" -m pip install --quiet --no-input --disable-pip-version-check \
-        --constraint "$root/tools/constraints.txt" --editable "${root}${extras:+[$extras]}" >&2; then
-        rm "$root/.venv/incomplete" # pip itself restored the packages that were installed before
+    if ! "$venv/bin/python" -m pip install --quiet --no-input --disable-pip-version-check \
+        --constraint "$constraints" --editable "${root}${extras:+[$extras]}" >&2; then
+        rm "$venv/incomplete" # pip itself restored the packages that were installed before
         exit 1
     fi
-    echo "$wanted $*" >"$root/.venv/installed"
-    rm "$root/.venv/incomplete"
+    echo "$wanted $*" >"$venv/installed"
+    rm "$venv/incomplete"
 }

@@ -44,6 +44,11 @@ def _run(words: list[str]) -> int:
 
         print(f"jobkit {__version__} (Python {sys.version.split()[0]}, {sys.executable})")
         return EXIT_FINISHED
+    if verb == "--help-agent":
+        from pathlib import Path
+
+        print(Path(__file__).parents[1].joinpath("AGENTS.md").read_text(encoding="utf-8"), end="")
+        return EXIT_FINISHED
     if verb not in VERBS:
         is_yaml = verb.endswith((".yaml", ".yml"))
         hint = f"did you mean `{program('submit')} {verb}`?" if is_yaml else nearest(verb, VERBS)
@@ -62,5 +67,5 @@ def _help() -> str:
     verbs = "\n".join(f"  {verb:10}{summary}" for verb, summary in VERBS.items())
     return (
         f"usage: {program('VERB')} ...\n\nRun PyTorch training here or on Slurm, and never lose a run.\n\n{verbs}\n\n"
-        f"{program('VERB')} --help shows what a command takes."
+        f"{program('VERB')} --help shows what a command takes; --help-agent is a page for coding agents."
     )

@@ -224,7 +224,7 @@ class WandbMirror:
     entity: str = ""
     """The account or team; empty is your own, or `$WANDB_ENTITY`."""
     mode: Literal["online", "offline"] = "online"
-    """`offline` writes to `wandb/` in the run's directory, for `wandb sync --append`."""
+    """`offline` writes to `wandb/` in the run's directory, for `wandb sync`."""
 
 
 @dataclass(frozen=True, kw_only=True)

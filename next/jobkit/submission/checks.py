@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from jobkit.errors import InputError, nearest
+from jobkit.mirror import services
 from jobkit.run import disk, layout
 from jobkit.run.files import foreign_owner
 from jobkit.run.machine import idle_devices
@@ -45,6 +46,8 @@ def check(plan: LaunchPlan, folder: Path) -> list[str]:
             _check_command(config.command, folder)
         else:
             _check_task(config.task, folder)
+        for service in services(config.mirror):
+            _check_service(service)
     except _NotInstalled as error:
         if not plan.options.setup:
             raise
@@ -155,6 +158,14 @@ def _check_command(command: list[str], folder: Path) -> None:
             raise InputError(f"no such file in {folder}", key="command", found=words[0], hint=hint)
         if words[0].endswith(".py") and (folder / words[0]).is_file():
             _parse(folder / words[0])
+
+
+def _check_service(name: str) -> None:
+    """Refuse a mirror whose package is not installed."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:  # a folder of the user's that has its name
+        package = {"wandb": "wandb", "mlflow": "mlflow-skinny"}[name]
+        raise _NotInstalled(f"{package} is not installed", key=f"mirror.{name}", hint=f"pip install {package}")
 
 
 # Directories

@@ -552,6 +552,8 @@ class Context:
         """Write the last reports and wait for the last save; `finish` calls it."""
         self._reporter.end_step(self.step)
         self._reporter.close()
+        if self.is_finished:
+            self._reporter.finish(self.result)
         self._checkpointer.close()
         self._tracked.close()
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 import io
 import os
 import socket
+import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,16 @@ class EventFile:
                 raise OSError(28, "No space left on device", str(self.path))
         self._written += count
         self._waiting.clear()
+
+
+def events(file: Path, start: int, end: int) -> Iterator[Event]:
+    """Yield the events between two positions of an event file, which are ends of records."""
+    with file.open("rb") as stream:
+        stream.seek(start)
+        while stream.tell() < end:
+            (size,) = struct.unpack("<Q4x", stream.read(12))  # the length, and its checksum
+            yield Event.FromString(stream.read(size))
+            stream.seek(4, os.SEEK_CUR)
 
 
 def scalar(tag: str, value: float) -> Summary.Value:

@@ -3,6 +3,8 @@
     ctx.log --> Reporter --one append a step--> thread --> TensorBoard (metrics.py)
                         --hash--> page (repeats.py)         progress.json, each half second
 
+    each half second, and at the end of the run --> mirror.py: copies at W&B and MLflow
+
 Only rank 0 writes files. Nothing here is the truth: a full disk delays a curve, and the training goes on.
 """
 
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -19,6 +22,7 @@ import torch
 
 from jobkit.errors import UsageError
 from jobkit.log import log
+from jobkit.mirror import Mirror, services
 from jobkit.worker import metrics
 from jobkit.worker.metrics import EventFile, Position
 from jobkit.worker.rank import Rank
@@ -29,6 +33,10 @@ TICK_SECONDS = 0.5
 
 VALUES_SHOWN = 8
 """The newest values that the progress report holds."""
+
+
+MIRROR_SECONDS = 20.0
+"""How long a finished run waits for its copies at other services."""
 
 
 class Reporter:
@@ -54,6 +62,9 @@ class Reporter:
         self._wake, self._closing = threading.Event(), False
         self._thread: threading.Thread | None = None
         self._disk_said = False
+        self._mirrors: list[Mirror] = []
+        if rank.rank == 0:
+            self._mirrors = [Mirror(rank.run, service, self.warn) for service in services(rank.config.mirror)]
 
     def begin(self, first_step: int, position: Position | None, repeats: Repeats | None) -> None:
         """Cut the curves back to where the training goes on, and begin to write.
@@ -184,6 +195,17 @@ class Reporter:
             self._thread.join()
             self._thread = None
 
+    def finish(self, result: Any) -> None:
+        """The run has finished and everything is written: let the copies at other services get the rest."""
+        deadline = time.monotonic() + MIRROR_SECONDS
+        for mirror in self._mirrors:
+            mirror.end(result)
+        for mirror in self._mirrors:
+            mirror.wait(deadline - time.monotonic())
+        if self._mirrors:
+            self._report()  # their warnings
+        self._mirrors = []
+
     def _report(self) -> None:
         values = dict(list(self._latest.items())[-VALUES_SHOWN:])
         repeats = self._repeats.as_dict() if self._repeats is not None else None
@@ -205,6 +227,8 @@ class Reporter:
         while self._jobs:
             self._jobs.popleft()()
         self._write()
+        for mirror in self._mirrors:
+            mirror.look()
         self._report()
 
     def _write(self) -> None:

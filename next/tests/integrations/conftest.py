@@ -1,1 +1,1 @@
-"""Tests with packages that jobkit does without: Hugging Face's and Lightning. `tools/test integrations` runs them."""
+"""Tests with packages that jobkit does without: Hugging Face's, Lightning, W&B, MLflow. `tools/test integrations`."""

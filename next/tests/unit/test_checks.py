@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,14 @@ def test_the_folder_above_that_has_the_module_is_named(folder: Path) -> None:
 def test_setup_lines_may_provide_what_is_not_installed_here(folder: Path, values: dict[str, Any]) -> None:
     (note,) = checks.check(plan(folder, entry={"setup": ["module load nowhere"]}, **values), folder)
     assert "nowhere" in note
+
+
+def test_a_mirror_without_its_package_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for name, package in (("wandb", "wandb"), ("mlflow", "mlflow-skinny")):
+        with pytest.raises(InputError) as caught:
+            checks.check(plan(folder, task="mytask:train", mirror={name: {}}), folder)
+        assert (caught.value.key, caught.value.hint) == (f"mirror.{name}", f"pip install {package}")
 
 
 @pytest.mark.parametrize("name", ["a%jb", "a\\b"])

@@ -363,8 +363,9 @@ def _supervisor(run: RunDir, kind: str, *events: Event) -> Callable[[], None]:
     def serve() -> None:
         while run.request(kind) is None:
             time.sleep(0.01)
-        for event in events:
-            Journal(run).append(event)
+        with run.submit_lock():  # no command sees the journal between two of them
+            for event in events:
+                Journal(run).append(event)
         held.close()
 
     thread = threading.Thread(target=serve)
@@ -396,8 +397,7 @@ def test_a_running_run_is_cancelled_by_its_supervisor(
 def test_a_run_that_another_command_continued_is_left_alone(tmp_path: Path, capsys: Capture) -> None:
     run = make_run(tmp_path, NAME, submitted(), began())
     join = _supervisor(run, "cancel", ended("timeout", "stop"), submitted(token="jobkit:toy:2:ffffff", number=2))
-    with run.submit_lock():
-        assert main(["cancel", NAME]) == 0
+    assert main(["cancel", NAME]) == 0
     join()
     assert "another command continued it" in capsys.readouterr().out and read_status(run).state == "queued"
 
@@ -478,3 +478,10 @@ def test_there_is_nothing_to_preempt(tmp_path: Path, events: list[Event], monkey
     run = make_run(tmp_path, NAME, submitted(), *events)  # with [began()] it is lost
     assert main(["preempt", NAME]) == 1
     assert run.request("preempt") is None
+
+
+def test_the_page_for_agents_names_every_command(capsys: Capture) -> None:
+    assert main(["--help-agent"]) == 0
+    page = capsys.readouterr().out
+    assert page == (Path(__file__).parents[2] / "AGENTS.md").read_text(encoding="utf-8")
+    assert [verb for verb in VERBS if f"`python -m jobkit {verb} " not in page and f"jobkit {verb}`" not in page] == []

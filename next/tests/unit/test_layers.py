@@ -15,6 +15,7 @@ LEVELS = {
     "submission": 5,
     "verify": 5,
     "worker": 4,
+    "mirror": 4,
     "train": 3,
     "supervisor": 3,
     "checkpoint": 2,
