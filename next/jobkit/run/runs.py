@@ -45,6 +45,12 @@ def versions(runs_dir: Path, name: str) -> list[RunDir]:
     return [run for run in runs if run.exists()]
 
 
+def identity_of(name: str) -> str:
+    """Return the name of a run without the number of --fresh: `toy-11f5f19c` for `toy-11f5f19c-2`."""
+    match = _RUN_NAME.fullmatch(name)
+    return match["identity"] if match else name
+
+
 def newest(runs_dir: Path, names: Iterable[str]) -> list[RunDir]:
     """Return the newest run of each config, by the names that the configs have; of a new one the run that it will be.
 
