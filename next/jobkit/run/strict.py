@@ -28,7 +28,7 @@ def build(cls: type[T], values: Any, prefix: str = "") -> T:
     if not isinstance(values, Mapping):
         raise InputError(key=prefix.rstrip("."), found=values, allowed=f"a mapping with {names_of(cls)}")
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    hints = _hints(cls)
+    hints = _hints(typing.cast("Any", cls))
     for key in values:
         if key not in fields:
             hint = nearest(str(key), fields)
