@@ -19,7 +19,14 @@ EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: the same command continues the run
 
+_SEVERITY = (EXIT_FINISHED, EXIT_RESUMABLE, EXIT_FAILED, EXIT_BAD_INPUT)
+
 _MISSING: Any = object()
+
+
+def worst(codes: Iterable[int]) -> int:
+    """Return the exit code of several: bad input before a failure before what can be continued before success."""
+    return max(codes, key=_SEVERITY.index, default=EXIT_FINISHED)
 
 
 class JobkitError(Exception):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,8 +18,9 @@ from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, InputError, JobkitError
 from jobkit.usage import Parser, enter_folder, exit_code, program, show_examples, to_continue, to_type
 
 if TYPE_CHECKING:
-    from jobkit.run.load import Loaded
+    from jobkit.run.load import Loaded, Source
     from jobkit.run.rundir import RunDir
+    from jobkit.run.sweep import Point
     from jobkit.submission.fork import Fork
     from jobkit.submission.plan import LaunchPlan, Target
     from jobkit.submission.transaction import Outcome, Which
@@ -62,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     place.add_argument("--cluster", metavar="NAME", help="slurm, or a name under `clusters:` (default: slurm if there)")
     parser.add_argument("--dry-run", action="store_true", help="print the config and the script; write nothing")
     parser.add_argument("--fresh", action="store_true", help="a new run, even though one of this config exists")
+    add_sweep(parser)
     parser.add_argument(
         "--after", action="append", default=[], metavar="RUN", help="start once this run is finished; may be repeated"
     )
@@ -75,6 +77,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.description = DESCRIPTION
     show_examples(parser, EXAMPLES)
+
+
+def add_sweep(parser: argparse.ArgumentParser) -> None:
+    """Define the options that make many runs of a YAML."""
+    points = parser.add_mutually_exclusive_group()
+    points.add_argument(
+        "--sweep",
+        nargs="+",
+        metavar="key=v1,v2",
+        help="a run for each value: 'seed=range(4)', 'params.lr=log(1e-4,1,5)'",
+    )
+    points.add_argument("--sweep-file", type=Path, metavar="CSV", help="a line of keys, then a line a run")
+    parser.add_argument("--max-running", type=_count, metavar="N", help="at most so many runs of the sweep at once")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected 1 or more")
+    return int(text)
 
 
 def add_manner(parser: argparse.ArgumentParser) -> None:
@@ -106,21 +127,27 @@ def manner_of(arguments: argparse.Namespace) -> Manner:
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the submission that the command line says; returns the exit code."""
-    from jobkit.run.load import load
+    from jobkit.run.load import read_source
     from jobkit.run.runs import runs_dir_of
     from jobkit.submission import chain
     from jobkit.submission.plan import target
 
-    manner = manner_of(arguments)
-    loaded = load(arguments.experiment, arguments.overrides)
+    manner, runs_dir, fork = manner_of(arguments), runs_dir_of(arguments.runs_dir), _fork_of(arguments)
+    source = read_source(arguments.experiment, arguments.overrides)
+    if arguments.sweep or arguments.sweep_file or source.sweep is not None:
+        from jobkit.run.sweep import points
+
+        if (wanted := points(source, arguments.sweep, arguments.sweep_file)) is not None:
+            return _sweep(arguments, source, wanted, manner, fork)
+    if arguments.max_running:
+        raise InputError("there is no sweep", key="--max-running", hint="see --sweep and --sweep-file")
+    loaded = source.loaded()
     for note in loaded.notes:
         print(note, file=sys.stderr)
     _refuse_later_keys(loaded)
-    runs_dir = runs_dir_of(arguments.runs_dir)
     loaded = chain.resolve(loaded, arguments.after, runs_dir)
     place = target(loaded.config, local=arguments.local, cluster=arguments.cluster)
     plan = plan_of(loaded, runs_dir, place)
-    fork = _fork_of(arguments)
     if fork is not None:
         plan = fork.at(plan)
     if arguments.dry_run:
@@ -186,18 +213,9 @@ def _start(plan: LaunchPlan, code: Path | None, which: Which, manner: Manner, fo
     from jobkit.submission.signals import Signals
     from jobkit.supervisor import notify
 
-    def prepare(run: RunDir) -> None:
-        if fork is not None:
-            fork.bring(plan, run)
-        notify.keep(run, manner.notify)
-
     with Signals() as signals:
         outcome = transaction.submit(
-            plan,
-            code,
-            which=which,
-            job_exists=signals.job_exists,
-            prepare=prepare,
+            plan, code, which=which, job_exists=signals.job_exists, prepare=_preparation(manner, fork)
         )
         if not outcome.started and not outcome.before.is_over:
             notify.keep(outcome.run, manner.notify)
@@ -217,11 +235,84 @@ def _start(plan: LaunchPlan, code: Path | None, which: Which, manner: Manner, fo
     return follow(outcome.run) if manner.follow and outcome.before.state != "finished" else EXIT_FINISHED
 
 
+def _preparation(manner: Manner, fork: Fork | None) -> Callable[[LaunchPlan], None]:
+    """Return what is done in the directory of each run that starts, before there is a job."""
+    from jobkit.supervisor import notify
+
+    def prepare(plan: LaunchPlan) -> None:
+        if fork is not None:
+            fork.bring(plan)
+        notify.keep(plan.run, manner.notify)
+
+    return prepare
+
+
 def _refuse_later_keys(loaded: Loaded) -> None:
-    later = {"sweep": loaded.sweep, "container": loaded.config.container}
+    later = {"container": loaded.config.container}
     for key, value in later.items():
         if value:
             raise loaded.locate(InputError("not yet in this edition of jobkit", key=key))
+
+
+def _sweep(
+    arguments: argparse.Namespace, source: Source, points: list[Point], manner: Manner, fork: Fork | None
+) -> int:
+    """Submit the runs of a sweep, or show them; returns the exit code."""
+    from jobkit.run.runs import runs_dir_of
+    from jobkit.submission import chain, local_sweep, sweep
+    from jobkit.submission.plan import target
+    from jobkit.submission.signals import Signals
+
+    if arguments.fresh:
+        raise InputError(
+            "a sweep is the set of its runs", key="--fresh", hint="--fresh with one point makes its run anew"
+        )
+    for note in source.notes:
+        print(note, file=sys.stderr)
+    runs_dir = runs_dir_of(arguments.runs_dir)
+    loaded = [(" ".join(word for word, _ in point), source.loaded(point)) for point in points]
+    config = loaded[0][1].config
+    _refuse_later_keys(loaded[0][1])
+    if config.after or arguments.after:
+        loaded = [(words, chain.resolve(point, arguments.after, runs_dir)) for words, point in loaded]
+    place = target(config, local=arguments.local, cluster=arguments.cluster)
+    is_here = place.scheduler == "local"
+    if manner.follow and not is_here:
+        raise InputError(
+            "it shows one run", key="--follow", hint=f"see `{program('wait')}` and `{program('list')} --watch`"
+        )
+    start = fork.text if fork is not None else ""
+    plans = sweep.plan(loaded, lambda first: plan_of(first, runs_dir, place), start)
+    wanted = sweep.Sweep.of(list(plans.values()))
+    if arguments.dry_run:
+        print(f"sweep {wanted.name}: {len(wanted.plans)} runs on {place.name}")
+        print("\n".join(f"{plan.run.name}  {words}" for plan, words in zip(wanted.plans, plans, strict=True)))
+        return EXIT_FINISHED
+    with Signals() as signals:
+        if is_here:
+            return local_sweep.submit(
+                wanted,
+                Path.cwd(),
+                arguments.max_running,
+                signals,
+                prepare=_preparation(manner, fork),
+                detach=manner.detach,
+                as_json=manner.as_json,
+            )
+        outcome = sweep.submit(wanted, Path.cwd(), arguments.max_running, _preparation(manner, fork))
+    if manner.as_json:
+        import json
+
+        print(json.dumps(outcome.as_json()))
+        return EXIT_FINISHED
+    print(f"sweep {wanted.name}: {outcome.counts()}")
+    limit = f", at most {arguments.max_running} at once" if arguments.max_running else ""
+    for job, count in outcome.jobs:
+        print(f"job {job}: {count} task(s){limit}")
+    if outcome.left:
+        print(f"{len(outcome.left)} run(s) are left, the same command submits them: {outcome.refusal}", file=sys.stderr)
+    print(f"{program('list')} {wanted.name}   shows them", file=sys.stderr)
+    return EXIT_FINISHED
 
 
 def _dry_run(plan: LaunchPlan, fork: Fork | None) -> int:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from jobkit.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, InputError, JobkitError
+from jobkit.errors import InputError, JobkitError
+from jobkit.errors import worst as worst
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import WORDS, find, runs_dir_of, some
-
-_SEVERITY = (EXIT_FINISHED, EXIT_RESUMABLE, EXIT_FAILED, EXIT_BAD_INPUT)
 
 
 def add_runs(parser: argparse.ArgumentParser, *, asks: bool = False) -> None:
@@ -57,8 +56,3 @@ def each(runs: Sequence[RunDir], act: Callable[[RunDir], int]) -> int:
             print(f"error: {run.name}: {error}", file=sys.stderr)
             codes.append(error.exit_code)
     return worst(codes)
-
-
-def worst(codes: Iterable[int]) -> int:
-    """Return the exit code of several: bad input before a failure before what can be continued before success."""
-    return max(codes, key=_SEVERITY.index, default=EXIT_FINISHED)

@@ -92,14 +92,19 @@ def cancel(runs: Sequence[RunDir], *, grace: bool = True) -> Iterator[tuple[int,
 
 
 def _settle(now: View, *, is_unheard: bool = False) -> View:
-    """Journal the cancel of a run whose job is gone without a word, or whose attempt ended otherwise meanwhile."""
+    """Journal the cancel of a run whose job is gone without a word, or whose attempt ended otherwise meanwhile.
+
+    Slurm is not asked again: a job of the same token that was gone does not come back.
+    """
     with now.run.submit_lock():
-        again = view(now.run, locked=True)
-        is_same = again.status.token == now.status.token
-        if is_same and (again.state in (LOST, "interrupted") or (is_unheard and not again.answered)):
-            Journal(now.run).append(Cancelled(user=user_name(), reason=f"cancelled by {user_name()}"))
-            again = view(now.run, locked=True)
-        return again
+        journal = Journal(now.run)
+        is_same = journal.status.token == now.status.token
+        is_lost = now.state == LOST and not journal.status.is_over
+        if is_same and (
+            is_lost or journal.status.state == "interrupted" or (is_unheard and not journal.status.is_over)
+        ):
+            journal.append(Cancelled(user=user_name(), reason=f"cancelled by {user_name()}"))
+        return View(now.run, journal.status, None, answered=True)
 
 
 def _outcome(now: View) -> str:

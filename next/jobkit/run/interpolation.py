@@ -26,6 +26,8 @@ def resolve(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[KeyPath, tuple
 
     What an expression of config.yaml refers to has the same key there. Raises InputError.
     """
+    if not _has_expression(raw):
+        return dict(raw), {}  # a sweep of a thousand points would spend its time in OmegaConf
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -54,6 +56,14 @@ def resolve(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[KeyPath, tuple
 
     with _watched_environment() as variables:
         return walk(tree, raw, ()), expressions
+
+
+def _has_expression(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_expression, value.values()))
+    if isinstance(value, list):
+        return any(map(_has_expression, value))
+    return isinstance(value, str) and ("${" in value or value == "???")
 
 
 def _value(node: Any, path: KeyPath, raw: Mapping[str, Any]) -> Any:

@@ -63,12 +63,53 @@ class Loaded:
         return self.places.locate(error)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A YAML with demo and `key=value`, before interpolation: what all points of a sweep have in common.
+
+    source = read_source(Path("toy.yaml"), ["params.steps=100"])
+    source.loaded([("params.lr=.01", "points.csv:2, column 1")]).config.params
+    """
+
+    values: dict[str, Any]
+    places: Places
+    notes: list[str]
+    typed: list[str]
+    """The keys that the command line sets."""
+    sweep: Any
+    """The value under `sweep:`, unchecked; None without such a key."""
+
+    def loaded(self, words: Sequence[tuple[str, str]] = ()) -> Loaded:
+        """The config with `key=value` words of a point, each with its place for errors. Raises InputError."""
+        values, typed = self.values, list(self.typed)
+        places = Places(self.places.file, dict(self.places.by_key))
+        with places.locating():
+            for text, place in words:
+                values, keys = overriding.apply(text, values, place)
+                places.by_key |= dict.fromkeys(keys, (place, None))
+                typed += keys
+            for key in keys_below(values):
+                if key in DROPPED:
+                    raise InputError("no longer a key", key=key, hint=DROPPED[key])
+            resolved, expressions = resolve(values)
+            _refuse_sections_in_params(resolved.get("params"))
+            config = _config(resolved)
+        clusters = {name: _options_of(name, entry, typed) for name, entry in config.clusters.items()}
+        config = dataclasses.replace(config, clusters=clusters)
+        return Loaded(config=config, places=places, notes=self.notes, sweep=self.sweep, expressions=expressions)
+
+
 def load(path: Path, overrides: Sequence[str] = (), program: Sequence[str] = ()) -> Loaded:
     """The config of a YAML: demo, then `key=value` of the command line, then interpolation and checks.
 
     `program` is the `command:` of a YAML that has neither that nor a `task:`. Raises InputError with file, line and
     key.
     """
+    return read_source(path, overrides, program).loaded()
+
+
+def read_source(path: Path, overrides: Sequence[str] = (), program: Sequence[str] = ()) -> Source:
+    """The values of a YAML for `load`, which points of a sweep may change. Raises InputError."""
     (users, users_places), (values, places) = read_user_file(), read_yaml(path)
     places.by_key = users_places.by_key | places.by_key
     notes, typed = [], []
@@ -87,17 +128,9 @@ def load(path: Path, overrides: Sequence[str] = (), program: Sequence[str] = ())
             values, keys = overriding.apply(text, values)
             places.by_key |= dict.fromkeys(keys, (COMMAND_LINE, None))
             typed += keys
-        for key in keys_below(values):
-            if key in DROPPED:
-                raise InputError("no longer a key", key=key, hint=DROPPED[key])
         if program and not (values.get("task") or values.get("command")):
             values["command"] = list(program)
-        resolved, expressions = resolve(values)
-        _refuse_sections_in_params(resolved.get("params"))
-        config = _config(resolved)
-    clusters = {name: _options_of(name, entry, typed) for name, entry in config.clusters.items()}
-    config = dataclasses.replace(config, clusters=clusters)
-    return Loaded(config=config, places=places, notes=notes, sweep=sweep, expressions=expressions)
+    return Source(values=values, places=places, notes=notes, typed=typed, sweep=sweep)
 
 
 def read_resolved(path: Path) -> Config:

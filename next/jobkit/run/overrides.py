@@ -21,10 +21,10 @@ KEYS_SHOWN = 12
 _KINDS = ((bool, "true or false"), ((int, float), "a number"), (list, "a list"), (Mapping, "a mapping"))
 
 
-def apply(text: str, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def apply(text: str, values: Mapping[str, Any], place: str = COMMAND_LINE) -> tuple[dict[str, Any], list[str]]:
     """The config values with `key=value` or `+key=value`, and the dotted keys that it sets.
 
-    Raises InputError, also for a key that is neither in the schema nor in params.
+    `place` is where the text is written. Raises InputError, also for a key that is neither in the schema nor in params.
     """
     try:
         typed, equals, written = text.partition("=")
@@ -42,7 +42,7 @@ def apply(text: str, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
         present = {} if top == "params" and values.get(top) is None else values.get(top)
         tree = with_value(present, below, value, top, is_strict=is_strict)
     except InputError as error:
-        raise error.at(COMMAND_LINE) from None
+        raise error.at(place) from None
     return {**values, top: tree}, [key, *keys_below(value, f"{key}.")]
 
 

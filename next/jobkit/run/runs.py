@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -17,7 +17,10 @@ from jobkit.errors import InputError, NoSuchRun, nearest
 from jobkit.run.journal import read_status
 from jobkit.run.rundir import RunDir
 
-WORDS = "a name, the beginning of a name, a pattern ('digits*'), a job id or a path"
+WORDS = "a name, the beginning of a name, a pattern ('digits*'), a sweep (digits-11f5f19c.sweep), a job id or a path"
+
+SWEEP = ".sweep"
+"""End of the name of a file in the runs directory with the names of a sweep's runs, one a line."""
 
 _PATTERN = re.compile(r"[*?\[]")
 _JOB_ID = re.compile(r"\d+(_\d+)?|local-.+")
@@ -42,6 +45,25 @@ def versions(runs_dir: Path, name: str) -> list[RunDir]:
     return [run for run in runs if run.exists()]
 
 
+def identity_of(name: str) -> str:
+    """Return the name of a run without the number of --fresh: `toy-11f5f19c` for `toy-11f5f19c-2`."""
+    match = _RUN_NAME.fullmatch(name)
+    return match["identity"] if match else name
+
+
+def newest(runs_dir: Path, names: Iterable[str]) -> list[RunDir]:
+    """Return the newest run of each config, by the names that the configs have; of a new one the run that it will be.
+
+    The directory is listed once for all of them.
+    """
+    numbers: dict[str, int] = {}
+    for match in filter(None, map(_RUN_NAME.fullmatch, _names(runs_dir))):
+        number = int(match["number"] or 1)
+        if number > numbers.get(match["identity"], 1) and _changed(match[0], runs_dir) is not None:
+            numbers[match["identity"]] = number
+    return [RunDir(runs_dir / (f"{name}-{numbers[name]}" if name in numbers else name)) for name in names]
+
+
 def find(words: Sequence[str], runs_dir: Path) -> list[RunDir]:
     """Return the runs that words mean together, each once. Raises NoSuchRun for a word that means none.
 
@@ -58,6 +80,8 @@ def some(names: Sequence[str]) -> str:
 
 
 def _meant(word: str, runs_dir: Path) -> list[RunDir]:
+    if word.endswith(SWEEP):
+        return _of_sweep(word, runs_dir)
     for path in (runs_dir / word, Path(word)):
         run = RunDir(path)
         # Elsewhere any project's folder may have a config.yaml.
@@ -71,6 +95,17 @@ def _meant(word: str, runs_dir: Path) -> list[RunDir]:
     if not chosen and _JOB_ID.fullmatch(word):
         chosen = _of_job(word, runs_dir)
     return [RunDir(runs_dir / name) for name in chosen] or _none(word, runs_dir, names)
+
+
+def _of_sweep(word: str, runs_dir: Path) -> list[RunDir]:
+    """The runs of a sweep that exist: those that were refused, or wait for their turn here, do not."""
+    file = next((path for path in (runs_dir / word, Path(word).absolute()) if path.is_file()), None)
+    if file is None:
+        hint = nearest(word, [path.name for path in runs_dir.glob(f"*{SWEEP}")])
+        raise NoSuchRun(key="RUN", found=word, allowed=f"a sweep in {runs_dir}", hint=hint)
+    names = file.read_text(encoding="utf-8").split()
+    runs = [RunDir(file.parent / name) for name in names if _changed(name, file.parent) is not None]
+    return runs or _none(word, runs_dir, names)
 
 
 def _beginning_with(word: str, runs_dir: Path, names: Sequence[str]) -> list[str]:

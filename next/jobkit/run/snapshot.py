@@ -69,9 +69,12 @@ def take(folder: Path, runs_dir: Path) -> Path:
     return path
 
 
-def link(name: Path, folder: Path, runs_dir: Path) -> Path:
-    """Take a snapshot, and make `name` a link to it; returns the snapshot. From then on no `rm` deletes it."""
-    code = take(folder, runs_dir)
+def link(name: Path, folder: Path, runs_dir: Path, code: Path | None = None) -> Path:
+    """Make `name` a link to a snapshot of a folder, and return that; from then on no `rm` deletes it.
+
+    `code` is a snapshot that was taken already: the runs of a sweep have the same.
+    """
+    code = code or take(folder, runs_dir)
     with _lock(runs_dir):
         if not code.exists():  # the last run that had it was removed in this moment
             code = take(folder, runs_dir)

@@ -11,6 +11,7 @@ import dataclasses
 import types
 import typing
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, TypeVar
 
 from jobkit.errors import InputError, nearest
@@ -27,7 +28,7 @@ def build(cls: type[T], values: Any, prefix: str = "") -> T:
     if not isinstance(values, Mapping):
         raise InputError(key=prefix.rstrip("."), found=values, allowed=f"a mapping with {names_of(cls)}")
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    hints = typing.get_type_hints(cls)
+    hints = _hints(typing.cast("Any", cls))
     for key in values:
         if key not in fields:
             hint = nearest(str(key), fields)
@@ -42,6 +43,12 @@ def build(cls: type[T], values: Any, prefix: str = "") -> T:
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise InputError("missing; it is required", key=full_key, allowed=describe(hints[name]))
     return cls(**arguments)
+
+
+@cache
+def _hints(cls: type[Any]) -> dict[str, Any]:
+    """The types of a dataclass's fields; a sweep builds thousands of configs."""
+    return typing.get_type_hints(cls)
 
 
 def names_of(cls: type[Any]) -> str:

@@ -106,7 +106,7 @@ def describe(attempt: Attempt) -> str:
 def follow_local(run: RunDir, process: subprocess.Popen[bytes], signals: Signals) -> int:
     """Show a local run until its job has ended; returns the exit code. A signal stops the run, a second one kills."""
     follower = Follower(run)
-    stop = _Stop(run, process, follower.display)
+    stop = Stop(run, process, follower.display)
     look_at, turn_shown = time.monotonic() + AGAIN_SECONDS, ""
     # The job script may be killed, and its supervisor live on: the lock says so.
     while process.poll() is None or run.alive_lock().is_held():
@@ -126,7 +126,7 @@ def follow_local(run: RunDir, process: subprocess.Popen[bytes], signals: Signals
     return EXIT_FAILED if cannot_start else code
 
 
-class _Stop:
+class Stop:
     """Asks a local run to stop, until it has: a supervisor that is killed in between has not heard it."""
 
     def __init__(self, run: RunDir, process: subprocess.Popen[bytes], display: Display) -> None:

@@ -44,7 +44,7 @@ class Fork:
     """Which checkpoint of which run a new run begins with.
 
     fork = Fork.of("digits-11f5f19c@300", weights_only=False, runs_dir=runs_dir)
-    transaction.submit(fork.at(plan), folder, prepare=lambda run: fork.bring(plan, run))
+    transaction.submit(fork.at(plan), folder, prepare=fork.bring)
     """
 
     parent: RunDir
@@ -71,11 +71,12 @@ class Fork:
         """Return the plan for the run that has this start in its hash."""
         return plan.at(RunDir(plan.run.path.parent / run_name(plan.config, self.text)))
 
-    def bring(self, plan: LaunchPlan, run: RunDir) -> None:
+    def bring(self, plan: LaunchPlan) -> None:
         """Have the checkpoint in the run's own directory, and say so. Does nothing where it was there before.
 
         Raises InputError where the other run has no such checkpoint.
         """
+        run = plan.run
         if run.start_file.exists():
             return
         if run.journal_file.exists():

@@ -9,7 +9,10 @@
 
 jobkit_pauses=(0.2 1 2 5)
 jobkit_most=3 # supervisors in a row, and starts of the job in a row, that may begin nothing
-jobkit_run=${jobkit_runs[${SLURM_ARRAY_TASK_ID:-0}]}
+jobkit_task=0
+[ "$jobkit_scheduler" = local ] || jobkit_task=${SLURM_ARRAY_TASK_ID:-0} # here it is that of a job around this one
+jobkit_run=${jobkit_runs[$jobkit_task]}
+[ "$jobkit_scheduler" = local ] || [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || exec >>"$jobkit_run/submitit/job.log" 2>&1
 jobkit_failed_starts=$jobkit_run/submitit/failed_starts # a line for each; the beginning of an attempt removes the file
 jobkit_node=${SLURMD_NODENAME:-$HOSTNAME}
 if [ "$jobkit_scheduler" = slurm ]; then

@@ -11,7 +11,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from jobkit.errors import SchedulerError, SchedulerTimeout
 from jobkit.log import log
 from jobkit.run.files import FOR_OWNER, write_atomic
 from jobkit.run.machine import clean_environment
+from jobkit.run.rundir import RunDir
 from jobkit.slurm import commands, jobs
 from jobkit.submission.plan import LaunchPlan
 from jobkit.worker.main import Worker
@@ -54,15 +55,18 @@ class SlurmExecutor(submitit_slurm.SlurmExecutor):  # type: ignore[misc]
     def affinity(cls) -> int:
         return 1  # Submitit's own is negative without srun: the script is shown on any machine
 
-    def script(self) -> str:
-        """The batch script, as sbatch gets it."""
+    def script(self, tasks: Mapping[int, RunDir] | None = None, most: int | None = None) -> str:
+        """The batch script, as sbatch gets it; with `tasks` that of a job array, of which `most` run at once."""
         run = self.plan.run
         additional = {**self.parameters.get("additional_parameters", {}), "output": str(run.job_log)}
+        if tasks is not None:  # job.sh knows the log of a task, and Slurm cannot
+            array = ("-".join(map(str, sorted({min(tasks), max(tasks)})))) + (f"%{most}" if most else "")
+            additional |= {"output": "/dev/null", "array": array}
         ours = {"additional_parameters": additional, "stderr_to_stdout": True, "use_srun": False}
         text: str = submitit_slurm._make_sbatch_string(
             command=JOB_SCRIPT.read_text(encoding="utf-8"),
             folder=run.submitit,
-            **{**self.parameters, **ours, "setup": definitions(self.plan)},
+            **{**self.parameters, **ours, "setup": definitions(self.plan, tasks)},
         )
         # Slurm may send the signal 60 s early, at the birth of a job of one minute. The supervisor watches the clock.
         return re.sub(r"^#SBATCH --signal=.*\n", "", text, flags=re.MULTILINE)
@@ -87,21 +91,37 @@ def submit(plan: LaunchPlan, token: str, pass_fds: Sequence[int] = ()) -> str:
     return str(job.job_id)
 
 
-def definitions(plan: LaunchPlan) -> list[str]:
-    """The bash variables that job.sh takes for given."""
+def write_task(plan: LaunchPlan, task: int) -> None:
+    """Write what the job of a task needs that goes on by itself: its successor has the same number in an array."""
+    DelayedSubmission(Worker(str(plan.run.path))).dump(plan.run.pickle_file)
+    write_atomic(plan.run.batch_script, SlurmExecutor(plan).script({task: plan.run}), durable=False, mode=FOR_OWNER)
+
+
+def submit_array(
+    plan: LaunchPlan, tasks: Mapping[int, RunDir], token: str, pass_fds: Sequence[int], most: int | None = None
+) -> str:
+    """Queue a job array with a run for each task, by the options of `plan`; returns its id. Raises as `submit`."""
+    script = tasks[min(tasks)].submitit / "array.sh"
+    write_atomic(script, SlurmExecutor(plan).script(tasks, most), mode=FOR_OWNER)
+    return _sbatch(str(script), token, pass_fds)
+
+
+def definitions(plan: LaunchPlan, tasks: Mapping[int, RunDir] | None = None) -> list[str]:
+    """The bash variables that job.sh takes for given; `tasks` are those of a job array."""
+    runs = {0: plan.run} if tasks is None else tasks
     values = {
         "scheduler": plan.target.scheduler,
         "python": sys.executable,
         "start": start.FILE,
     }
     lists = {
-        "runs": [str(plan.run.path)],  # of an array: one for each task
         "setup": plan.options.setup,
         "teardown": plan.options.teardown,
         "srun_args": plan.options.srun_args,
     }
     return [
         *(f"jobkit_{name}={shlex.quote(value)}" for name, value in values.items()),
+        f"jobkit_runs=({' '.join(f'[{task}]={shlex.quote(str(run.path))}' for task, run in runs.items())})",
         *(f"jobkit_{name}=({shlex.join(words)})" for name, words in lists.items()),
     ]
 
@@ -133,8 +153,15 @@ def _sbatch(script: str, token: str, pass_fds: Sequence[int]) -> str:
             retries=lambda error: commands.is_away(error) and not isinstance(error, SchedulerTimeout),
         )
     except SchedulerTimeout as error:
+        if is_limit(error):
+            raise  # sbatch said so itself
         log.warning("%s; looking for the job in the queue", error)
         return _look_for(token, error)
+
+
+def is_limit(error: SchedulerError) -> bool:
+    """Return whether Slurm has refused a job for a limit on the number of jobs: fewer tasks may fit."""
+    return any(words in str(error) for words in ("job submit limit", "SubmitJob", "sleeping and retrying"))
 
 
 def _look_for(token: str, error: SchedulerTimeout) -> str:
@@ -142,11 +169,11 @@ def _look_for(token: str, error: SchedulerTimeout) -> str:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:
-            with_token = jobs.with_token(jobs.queue(), token)
+            with_token = [job for job in jobs.queue() if token in job.comment.split()]
         except SchedulerError:
             with_token = []  # no answer; a later look may get one
         if with_token:
-            return with_token[0].job_id
+            return with_token[0].job_id.partition("_")[0]
         if time.monotonic() >= deadline:
             raise SchedulerTimeout(f"{error}; the same command looks for the job before it submits another")
         time.sleep(PAUSE_SECONDS)

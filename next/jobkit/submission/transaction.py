@@ -57,8 +57,9 @@ def submit(
     folder: Path | None,
     *,
     which: Which = "newest",
+    code: Path | None = None,
     job_exists: Callable[[], None] = lambda: None,
-    prepare: Callable[[RunDir], None] = lambda run: None,
+    prepare: Callable[[LaunchPlan], None] = lambda plan: None,
 ) -> Outcome:
     """Start the run of a plan, or continue it, unless it is finished or under way.
 
@@ -67,9 +68,10 @@ def submit(
 
     Args:
         folder: the code that goes into the snapshot; None keeps the run's code
+        code: a snapshot that was taken already, in the place of one of `folder`
         which: the newest run of the config, a new one with the next number, or exactly `plan.run`
         job_exists: called just before there is a job on this machine
-        prepare: called with the run directory once it exists, before there is a config.yaml in it
+        prepare: called with the run's plan once its directory exists, before there is a config.yaml in it
     """
     with _chosen(plan.run, which) as (run, lock):
         is_new = not run.path.exists()
@@ -88,7 +90,7 @@ def submit(
         plan = chain.depend(plan.at(run))
         journal = None
         try:
-            journal = _prepare(plan.at(run), folder, before, prepare)
+            journal = _prepare(plan.at(run), folder, code, before, prepare)
             token = str(journal.status.token)
             if plan.target.scheduler == "local":
                 from jobkit.submission import local
@@ -103,10 +105,10 @@ def submit(
             raise  # the job may be in the queue: the next submission looks for its token
         except KeyboardInterrupt:
             if journal is None:
-                _undo(run, None, is_new, "")
+                undo(run, None, is_new, "")
             raise
         except (InputError, SchedulerError, OSError) as error:
-            _undo(run, journal, is_new, str(error))
+            undo(run, journal, is_new, str(error))
             raise
 
 
@@ -132,38 +134,52 @@ def _next(existing: list[RunDir], base: RunDir) -> RunDir:
     return RunDir(base.path.with_name(f"{base.name}-{number + 1}"))
 
 
-def _prepare(plan: LaunchPlan, folder: Path | None, before: View, prepare: Callable[[RunDir], None]) -> Journal:
+def _prepare(
+    plan: LaunchPlan, folder: Path | None, code: Path | None, before: View, prepare: Callable[[LaunchPlan], None]
+) -> Journal:
     """Write everything that the job needs, and last that there will be one."""
     run = plan.run
     cluster = patiently(commands.cluster_name) if plan.target.scheduler == "slurm" else None
-    for path in (run.path, run.submitit, run.checkpoints, run.tensorboard, run.path / "requests"):
-        path.mkdir(parents=True, exist_ok=True)
-    run.failed_starts.unlink(missing_ok=True)  # the nodes of an earlier submission say nothing about this one
-    code = snapshot.link(run.code, folder, run.path.parent) if folder is not None else None
-    prepare(run)  # before there is a run: `resume` of one without what it begins with would begin anew
-    write_atomic(run.config_file, yamlfile.dump(plan.loaded.written))
-    number = before.status.submitted.number + 1 if before.status.submitted is not None else 1
-    written = plan.loaded.written
+    write_files(plan, folder, code, prepare)
     journal = Journal(run)
-    journal.append(
-        Submitted(
-            token=new_token(run.name, number),
-            number=number,
-            scheduler=plan.target.scheduler,
-            cluster=cluster,
-            entry=plan.target.name,
-            user=user_name(),
-            host=socket.gethostname(),
-            folder=str(Path.cwd()),
-            code=code.name if code is not None else run.code.resolve().name,
-            config={key: written[key] for key in ("name", "seed", "params")},
-            after=plan.config.after,
-        )
-    )
+    journal.append(submitted(plan, before, cluster))
     return journal
 
 
-def _undo(run: RunDir, journal: Journal | None, is_new: bool, error: str) -> None:
+def write_files(
+    plan: LaunchPlan, folder: Path | None, code: Path | None, prepare: Callable[[LaunchPlan], None]
+) -> None:
+    """Write the files of a run that its job reads, except for those of Submitit. See `submit` for the arguments."""
+    run = plan.run
+    for path in (run.path, run.submitit, run.checkpoints, run.tensorboard, run.path / "requests"):
+        path.mkdir(parents=True, exist_ok=True)
+    run.failed_starts.unlink(missing_ok=True)  # the nodes of an earlier submission say nothing about this one
+    if folder is not None:
+        snapshot.link(run.code, folder, run.path.parent, code)
+    prepare(plan)  # before there is a run: `resume` of one without what it begins with would begin anew
+    write_atomic(run.config_file, yamlfile.dump(plan.loaded.written))
+
+
+def submitted(plan: LaunchPlan, before: View, cluster: str | None) -> Submitted:
+    """Return the event of a submission that is about to be made, with a token of its own."""
+    run, written = plan.run, plan.loaded.written
+    number = before.status.submitted.number + 1 if before.status.submitted is not None else 1
+    return Submitted(
+        token=new_token(run.name, number),
+        number=number,
+        scheduler=plan.target.scheduler,
+        cluster=cluster,
+        entry=plan.target.name,
+        user=user_name(),
+        host=socket.gethostname(),
+        folder=str(Path.cwd()),
+        code=run.code.resolve().name,
+        config={key: written[key] for key in ("name", "seed", "params")},
+        after=plan.config.after,
+    )
+
+
+def undo(run: RunDir, journal: Journal | None, is_new: bool, error: str) -> None:
     """Leave the run as it was before a submission that made no job."""
     if is_new:
         shutil.rmtree(run.path, ignore_errors=True)

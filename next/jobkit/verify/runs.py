@@ -24,7 +24,7 @@ from jobkit.run.rundir import FRAMEWORK, RunDir
 from jobkit.run.schema import MirrorConfig
 from jobkit.run.view import view
 from jobkit.submission import transaction
-from jobkit.submission.plan import Target, make_plan
+from jobkit.submission.plan import LaunchPlan, Target, make_plan
 from jobkit.verify import compare
 from jobkit.verify.compare import Difference, Trace
 from jobkit.verify.explain import difference_lines, interruption_words, locals_line, relative_words
@@ -168,7 +168,7 @@ class Verification:
         """Run once, and return the trace."""
         config = self.loaded.config
         checkpoint = dataclasses.replace(config.checkpoint, every=NEVER, memory=NEVER, best=None)
-        config = dataclasses.replace(config, name=name, mirror=MirrorConfig(), checkpoint=checkpoint)
+        config = dataclasses.replace(config, name=name, mirror=MirrorConfig(), after=[], checkpoint=checkpoint)
         plan = make_plan(dataclasses.replace(self.loaded, config=config), self.runs_dir, self.target)
         drill = Drill(
             steps=self.first + self.steps,
@@ -177,9 +177,9 @@ class Verification:
             locals=with_locals,
         )
 
-        def prepare(run: RunDir) -> None:
-            records.write(run.drill_file, drill)
-            self.prepare(run)
+        def prepare(plan: LaunchPlan) -> None:
+            records.write(plan.run.drill_file, drill)
+            self.prepare(plan.run)
 
         self._number += 1
         os.environ["PYTHONHASHSEED"] = str(self._number)  # this command does nothing else

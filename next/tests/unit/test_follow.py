@@ -18,7 +18,7 @@ from jobkit.run.records import Began, Cancelled, Cause, Ended, Event, Finished, 
 from jobkit.run.rundir import RunDir
 from jobkit.run.tail import Tail
 from jobkit.run.view import view
-from jobkit.submission.follow import Follower, _Stop
+from jobkit.submission.follow import Follower, Stop
 from jobkit.submission.signals import Signals
 
 TOKEN = "jobkit:toy-12345678:1:abcdef"
@@ -138,7 +138,7 @@ def job() -> Iterator[subprocess.Popen[bytes]]:
 
 def test_signals_become_requests_for_the_attempt_that_runs(run: RunDir, job: subprocess.Popen[bytes]) -> None:
     begin(run)
-    stop = _Stop(run, job, Display("toy"))
+    stop = Stop(run, job, Display("toy"))
     stop.ask(Journal(run).status, kills=False)
     request = run.request("stop")
     assert request is not None
@@ -160,14 +160,14 @@ def test_without_an_attempt_the_job_itself_ends(
 ) -> None:
     if has_lease:
         records.write(run.lease_file, Lease(attempt=0, writer="w", token=TOKEN, job_id="x", pid=job.pid))
-    _Stop(run, job, Display("toy")).ask(Journal(run).status, kills=kills)
+    Stop(run, job, Display("toy")).ask(Journal(run).status, kills=kills)
     assert job.wait() == -(signal.SIGKILL if kills else signal.SIGTERM)
 
 
 def test_a_supervisor_without_an_attempt_is_asked_alone(run: RunDir, job: subprocess.Popen[bytes]) -> None:
     supervisor = subprocess.Popen(["sleep", "600"], start_new_session=True)
     records.write(run.lease_file, Lease(attempt=0, writer="w", token=TOKEN, job_id="x", pid=supervisor.pid))
-    _Stop(run, job, Display("toy")).ask(Journal(run).status, kills=False)
+    Stop(run, job, Display("toy")).ask(Journal(run).status, kills=False)
     assert supervisor.wait() == -signal.SIGTERM
     assert job.poll() is None
 

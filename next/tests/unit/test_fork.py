@@ -93,7 +93,7 @@ def test_a_start_that_cannot_be_is_refused(runs: Path, word: str, overrides: tup
     lean.final.mkdir()
     with pytest.raises(InputError) as caught:
         fork, plan = fork_of(runs, word, *overrides)
-        fork.bring(plan, plan.run)
+        fork.bring(plan)
     assert says in str(caught.value)
     assert not plan_of(runs).run.start_file.exists()
 
@@ -103,25 +103,25 @@ def test_the_newest_checkpoint_is_linked_once(runs: Path, capsys: pytest.Capture
     old, new = RunDir(runs / TOY), plan.run
     checkpoint(new, 20, ".step_00000020.from")  # a submission was killed
     checkpoint(new, 40)
-    fork.bring(plan, new)
+    fork.bring(plan.at(new))
     assert "params.lr 0.3 -> 0.01" in capsys.readouterr().err
     assert start_of(new) == (TOY, 30, False)
     assert [item.name for item in new.checkpoints.iterdir()] == ["step_00000030"]
     for name in ("rank_0.safetensors", "framework/state", "manifest.json"):
         assert (new.checkpoint(30) / name).samefile(old.checkpoint(30) / name)
     checkpoint(old, 50)
-    fork.bring(plan, new)
+    fork.bring(plan.at(new))
     assert start_of(new) == (TOY, 30, False)
     new.config_file.write_text("name: toy\n")
     new.journal_file.write_text("")
     assert fork_of(runs, "toy", "params.lr=0.01")[1].run.name == new.name  # the word means two runs by now
     main.main(["rm", TOY, "--runs-dir", str(runs)])
     fork, plan = fork_of(runs, TOY, "params.lr=0.01")
-    fork.bring(plan, plan.run)
+    fork.bring(plan)
     assert (plan.run.path, new.durable_steps()) == (new.path, [30])
     new.start_file.unlink()
     with pytest.raises(InputError, match="fresh"):
-        fork.bring(plan, new)
+        fork.bring(plan.at(new))
 
 
 def test_weights_alone_are_no_checkpoint_of_the_run(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_weights_alone_are_no_checkpoint_of_the_run(runs: Path, monkeypatch: pyt
 
     monkeypatch.setattr(os, "link", refuse)
     fork, plan = fork_of(runs, f"{TOY}@10", weights_only=True)
-    fork.bring(plan, plan.run)
+    fork.bring(plan)
     assert start_of(plan.run) == (TOY, 10, True)
     assert plan.run.durable_steps() == []
     file = plan.run.start_folder / "step_00000010" / "rank_0.safetensors"
@@ -142,7 +142,7 @@ def test_a_checkpoint_that_goes_away_meanwhile_gives_way(runs: Path, monkeypatch
     monkeypatch.setattr(os, "link", lambda a, b: (rm.shutil.rmtree(old.checkpoint(30), True), link(a, b)))
     fork, plan = fork_of(runs)
     monkeypatch.setattr(Fork, "_refuse_an_end", lambda *_: None)
-    fork.bring(plan, plan.run)
+    fork.bring(plan)
     assert start_of(plan.run) == (TOY, 20, False)
     assert plan.run.durable_steps() == [20]
 

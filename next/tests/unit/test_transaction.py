@@ -15,12 +15,13 @@ import pytest
 
 from jobkit.errors import InputError, SchedulerError, SchedulerTimeout
 from jobkit.run.journal import Journal, events
-from jobkit.run.load import load, read_resolved
+from jobkit.run.load import load, read_resolved, read_source
 from jobkit.run.records import Began, Cancelled, Ended, Finished, Refused, Submitted
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Status
+from jobkit.run.view import views
 from jobkit.slurm import commands
-from jobkit.submission import chain, sbatch, transaction
+from jobkit.submission import chain, sbatch, sweep, transaction
 from jobkit.submission.plan import make_plan, target
 from jobkit.submission.transaction import Outcome, Which
 
@@ -33,9 +34,20 @@ cp {folder}/runs/*/events.jsonl {folder}/journal 2>/dev/null
 env >{folder}/env
 [ -z "$SUBMITTED_BY_A_SLOW_SBATCH" ] || sleep 0.5
 if [ -e {folder}/refusal ]; then cat {folder}/refusal >&2; exit 1; fi
-id=$(( $(cat {folder}/queue | wc -l) + 17 ))
+last=$(sed -n 's/^#SBATCH --array=\\(0-\\)\\?\\([0-9]*\\).*/\\2/p' "${{@: -1}}")
+tasks=$(( ${{last:-0}} + 1 ))
+queued=$(cat {folder}/queue | wc -l)
+if [ -e {folder}/limit ] && [ $((queued + tasks)) -gt $(cat {folder}/limit) ]; then
+    echo "sbatch: error: AssocMaxSubmitJobLimit" >&2
+    echo "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy (job submit limit, user's size\
+ and/or time limits)" >&2
+    exit 1
+fi
+id=$(( queued + 17 ))
 for word in "$@"; do case "$word" in --comment=*) comment=${{word#--comment=}};; esac; done
-[ -e {folder}/forgets ] || echo "$id|PENDING|N/A|N/A||p|Priority|$comment" >>{folder}/queue
+for task in $(seq 0 $((tasks - 1))); do
+    [ -e {folder}/forgets ] || echo "$id${{last:+_$task}}|PENDING|N/A|N/A||p|Priority|$comment" >>{folder}/queue
+done
 if [ -e {folder}/kills ]; then kill -9 $PPID; sleep 0.5; fi
 if [ -e {folder}/silence ]; then cat {folder}/silence >&2; exit 1; fi
 echo $id
@@ -312,3 +324,71 @@ def test_a_run_after_another_one_depends_on_its_job(slurm: Slurm) -> None:
     assert f"#SBATCH --dependency=singleton,afterany:{first.job_id}\n" in second.run.batch_script.read_text()
     assert read_resolved(second.run.config_file).after == [first.run.name]
     assert [event.after for event in events(second.run) if isinstance(event, Submitted)] == [[first.run.name]]
+
+
+# Sweeps
+
+
+def submit_sweep(slurm: Slurm, count: int, *, most: int | None = None) -> sweep.SweepOutcome:
+    source, runs_dir = read_source(Path("toy.yaml")), slurm.folder / "runs"
+    words = [[(f"seed={seed}", "here")] for seed in range(count)]
+    place = target(source.loaded().config, local=False, cluster="slurm")
+    points = [(str(point), source.loaded(point)) for point in words]
+    plans = sweep.plan(points, lambda loaded: make_plan(loaded, runs_dir, place))
+    return sweep.submit(sweep.Sweep.of(list(plans.values())), Path.cwd(), most)
+
+
+def states(slurm: Slurm, outcome: sweep.SweepOutcome) -> list[str]:
+    return [now.state for now in views([plan.run for plan in outcome.sweep.plans])]
+
+
+def test_a_sweep_is_one_array_whose_runs_are_whole(slurm: Slurm) -> None:
+    outcome = submit_sweep(slurm, 3, most=2)
+    assert (outcome.jobs, outcome.left, states(slurm, outcome)) == ([("17", 3)], [], ["queued"] * 3)
+    runs = [plan.run for plan in outcome.sweep.plans]
+    assert outcome.sweep.file.read_text().split() == [run.name for run in runs]
+    events_of = [list(events(run)) for run in runs]
+    assert [event.task for (event,) in events_of] == [0, 1, 2]  # type: ignore[attr-defined]
+    assert len({(event.token, event.code) for (event,) in events_of}) == 1  # type: ignore[attr-defined]
+    assert (runs[0].submitit / "array.sh").stat().st_mode & 0o777 == 0o600
+    assert "--array=0-2%2\n" in (runs[0].submitit / "array.sh").read_text()
+    for task, run in enumerate(runs):  # its successor needs no other run
+        script = run.batch_script.read_text()
+        assert f"--array={task}\n" in script and f"jobkit_runs=([{task}]={run.path})" in script
+        assert run.pickle_file.exists() and read_resolved(run.config_file).seed == task
+    again = submit_sweep(slurm, 3)
+    assert (again.jobs, again.sweep.name, len(slurm.calls)) == ([], outcome.sweep.name, 1)
+    more = submit_sweep(slurm, 5)  # a run of two sweeps is one run
+    assert (more.jobs, more.counts()) == ([("20", 2)], "5 runs: 3 queued, 2 started")
+
+
+def test_a_limit_takes_as_many_as_it_allows_and_the_same_command_submits_the_rest(slurm: Slurm) -> None:
+    slurm.says("limit", "11")
+    outcome = submit_sweep(slurm, 32)
+    assert ([count for _, count in outcome.jobs], len(outcome.left)) == ([8, 2, 1], 21)
+    assert len(list((slurm.folder / "runs").glob("toy-????????"))) == 11, "what was refused left nothing"
+    assert len(submit_sweep(slurm, 32).left) == 21
+    (slurm.folder / "limit").unlink()
+    rest = submit_sweep(slurm, 32)
+    assert (sum(count for _, count in rest.jobs), states(slurm, rest)) == (21, ["queued"] * 32)
+    keys = [line.split("|")[0] for line in slurm.queue.read_text().splitlines()]
+    assert len(keys) == len(set(keys)) == 32
+
+
+def test_a_refused_sweep_leaves_no_new_run_and_tells_an_old_one(slurm: Slurm) -> None:
+    run = submit_sweep(slurm, 1).sweep.plans[0].run
+    end(run)
+    slurm.queue.write_text("")
+    slurm.says("refusal", "sbatch: error: Batch job submission failed: Invalid account")
+    with pytest.raises(SchedulerError, match="Invalid account"):
+        submit_sweep(slurm, 3)
+    assert [folder.name for folder in (slurm.folder / "runs").glob("toy-????????")] == [run.name]
+    assert (isinstance(list(events(run))[-1], Refused), status_of(run).state) == (True, "interrupted")
+
+
+def test_a_sweep_killed_beside_its_sbatch_is_not_made_twice(slurm: Slurm) -> None:
+    slurm.says("kills")
+    killed = start(slurm, "--sweep", "seed=0,1,2")
+    assert killed.wait() == -signal.SIGKILL
+    again = submit_sweep(slurm, 3)
+    assert (again.jobs, states(slurm, again), len(slurm.calls)) == ([], ["queued"] * 3, 1)

@@ -1,0 +1,144 @@
+"""A sweep on this machine: its runs in turn, so many at a time, in the foreground or in a process of its own session.
+
+    waiting plans --transaction.submit--> job scripts --ended--> a line each --> counts
+
+The loop holds the sweep's lock: a second command for the same sweep says where the first one is. Each run lives in its
+own session, as every local run. A loop that is killed leaves those that train; the same command starts the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jobkit.display import Display
+from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, JobkitError, worst
+from jobkit.run import snapshot
+from jobkit.run.journal import read_status
+from jobkit.run.locks import Lock
+from jobkit.run.machine import visible_devices
+from jobkit.run.rundir import RunDir
+from jobkit.run.view import LOST, view
+from jobkit.submission import transaction
+from jobkit.submission.follow import POLL_SECONDS, Stop
+from jobkit.submission.plan import LaunchPlan
+from jobkit.submission.signals import Signals
+from jobkit.submission.sweep import Sweep, SweepOutcome, counted, starting
+
+
+def submit(
+    sweep: Sweep,
+    folder: Path,
+    most: int | None,
+    signals: Signals,
+    *,
+    prepare: Callable[[LaunchPlan], None],
+    detach: bool,
+    as_json: bool,
+) -> int:
+    """Run what is to be started of a sweep, `most` at a time; returns the exit code of the worst.
+
+    With `detach` a process of its own does it, and writes `X.sweep.log` beside the sweep's file.
+    """
+    sweep.write()
+    log = sweep.file.with_name(f"{sweep.name}.log")
+    outcome = SweepOutcome(sweep=sweep)
+    todo = starting(outcome)
+    lock = Lock(sweep.file.parent / ".locks" / f"{sweep.name}.alive")
+    if todo and not lock.take():
+        print(f"sweep {sweep.name} runs here already; its output: {log}", file=sys.stderr)
+        todo = []
+    say: Callable[[str], None] = (lambda line: print(line, file=sys.stderr)) if as_json else print
+    say(f"sweep {sweep.name}: {outcome.counts()}")
+    if not todo:
+        if as_json:
+            print(json.dumps(outcome.as_json()))
+        return EXIT_FINISHED
+    code = snapshot.take(folder, sweep.file.parent)
+    loop = _Loop(todo, folder, code, most or _room(todo[0]), signals, prepare)
+    if not detach:
+        return loop.run()
+    sys.stdout.flush()
+    if (process := os.fork()) == 0:
+        _leave_terminal(log)
+        os._exit(loop.run())
+    if as_json:
+        print(json.dumps({**outcome.as_json(), "process": process, "log": str(log)}))
+    else:
+        print(f"process {process}: `kill {process}` stops the sweep with checkpoints\noutput {log}")
+    return EXIT_FINISHED
+
+
+def _leave_terminal(log: Path) -> None:
+    os.setsid()
+    nothing, output = os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    for source, stream in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(source, stream)
+
+
+def _room(plan: LaunchPlan) -> int:
+    """For how many runs at once this machine has devices; one on the CPU."""
+    resources = plan.config.resources
+    devices = visible_devices(plan.config.device)[1] or []
+    return max(1, len(devices) // (resources.world_size * resources.devices_per_rank or len(devices) + 1))
+
+
+@dataclass
+class _Loop:
+    """Starts, watches and counts the runs of a sweep."""
+
+    waiting: list[LaunchPlan]
+    folder: Path
+    code: Path
+    most: int
+    signals: Signals
+    prepare: Callable[[LaunchPlan], None]
+    running: dict[RunDir, tuple[subprocess.Popen[bytes], Stop]] = field(default_factory=dict)
+    states: list[str] = field(default_factory=list)
+    codes: list[int] = field(default_factory=list)
+
+    def run(self) -> int:
+        """Go on until all runs are over, or a signal has stopped those that run; returns the exit code of the worst."""
+        self.signals.job_exists()
+        while self.running or (self.waiting and not self.signals.received):
+            while self.waiting and len(self.running) < self.most and not self.signals.received:
+                self._start(self.waiting.pop(0))
+            for run, (process, stop) in list(self.running.items()):
+                if process.poll() is not None and not run.alive_lock().is_held():
+                    del self.running[run]
+                    self._ended(run, process)
+                elif self.signals.received:
+                    stop.ask(read_status(run), kills=len(self.signals.received) > 1)
+            time.sleep(POLL_SECONDS)
+        self.states += ["not started"] * len(self.waiting)
+        print(counted(self.states), flush=True)
+        return EXIT_RESUMABLE if self.signals.received else worst(self.codes)
+
+    def _start(self, plan: LaunchPlan) -> None:
+        try:
+            outcome = transaction.submit(plan, self.folder, code=self.code, prepare=self.prepare)
+        except JobkitError as error:
+            print(f"error: {plan.run.name}: {error}", file=sys.stderr, flush=True)
+            self.states.append("not started")
+            self.codes.append(error.exit_code)
+            return
+        if outcome.process is None:  # another command has started it since
+            self.states.append(outcome.before.state)
+            return
+        print(f"{outcome.run.name} starts; {len(self.waiting)} run(s) wait", file=sys.stderr, flush=True)
+        stop = Stop(outcome.run, outcome.process, Display(outcome.run.name))
+        self.running[outcome.run] = outcome.process, stop
+
+    def _ended(self, run: RunDir, process: subprocess.Popen[bytes]) -> None:
+        now = view(run)
+        words = now.status.result if now.state == "finished" else now.words
+        print(f"{run.name}: {now.state}{f', {words}' if words else ''}", flush=True)
+        self.states.append(now.state)
+        cannot_start = now.state == LOST and process.returncode == EXIT_FAILED  # setup lines
+        self.codes.append(EXIT_FAILED if cannot_start else now.exit_code)

@@ -1,0 +1,34 @@
+"""A sweep here: its runs in turn, stopped by one Ctrl-C, finished by the same command."""
+
+from __future__ import annotations
+
+import signal
+
+from harness.runs import Launch, Project, wait_until
+
+from jobkit.run.rundir import RunDir
+from jobkit.run.runs import find, runs_in
+
+SWEEP = ("--local", "params.steps=100000", "--sweep", "seed=0,1,2")
+
+
+def test_a_sweep_goes_on_in_turn_is_interrupted_and_the_same_command_finishes_it(project: Project) -> None:
+    runs = project.folder / "runs"
+    process = project.start("submit", str(project.yaml), *SWEEP)
+    wait_until(lambda: list(runs.glob("scripted-*/config.yaml")), "the first run")
+    first = Launch(project, runs_in(runs)[0]).wait_for_step(10).end_training().wait_until_over()
+    second = wait_until(lambda: [run for run in runs_in(runs) if run.name != first.run.name], "the second run")
+    Launch(project, second[0]).wait_for_step(10)
+    process.send_signal(signal.SIGINT)
+    assert process.wait() == 75
+    states = sorted(Launch(project, run).status.state for run in runs_in(runs))
+    assert states == ["finished", "interrupted"], "the third one was not started"
+
+    (file,) = runs.glob("*.sweep")
+    detached = project.jobkit("submit", str(project.yaml), *SWEEP, "--max-running", "2", "--detach")
+    assert file.name in detached.stdout
+    wait_until(lambda: len(find([file.name], runs)) == 3, "the third run")
+    for run in find([file.name], runs):
+        Launch(project, RunDir(run.path)).wait_for_step(10).end_training()
+    assert project.jobkit("wait", file.name).returncode == 0
+    assert Launch(project, second[0]).causes == ["stopped", "finished"]
