@@ -1,32 +1,49 @@
-"""jobkit runs PyTorch training on a workstation or a Slurm cluster and brings every run to its end."""
+"""jobkit: submit PyTorch training to a workstation or a Slurm cluster; whatever interrupts it, it continues.
 
-from __future__ import annotations
+A training function uses `jobkit.Context`; these names are imported on first use, since a submission needs no torch.
+"""
 
 import sys
+from typing import TYPE_CHECKING, Any
 
-if sys.argv[:1] == ["-m"] and "jobkit" in sys.orig_argv[-len(sys.argv)].removeprefix("-m").split(".")[:1]:
+if TYPE_CHECKING:
+    from jobkit.checkpoint.export import OpenedRun as OpenedRun
+    from jobkit.checkpoint.export import open_run as open_run
+    from jobkit.errors import UsageError as UsageError
+    from jobkit.train import optim as optim
+    from jobkit.train import schedule as schedule
+    from jobkit.train.pipeline import Blocks as Blocks
+    from jobkit.train.seeds import derive_seed as derive_seed
+    from jobkit.worker.context import Context as Context
+    from jobkit.worker.script import init as init
+
+__version__ = "0.3.0"
+
+_LAZY = {
+    "Blocks": "jobkit.train.pipeline",
+    "Context": "jobkit.worker.context",
+    "OpenedRun": "jobkit.checkpoint.export",
+    "UsageError": "jobkit.errors",
+    "derive_seed": "jobkit.train.seeds",
+    "init": "jobkit.worker.script",
+    "open_run": "jobkit.checkpoint.export",
+}
+"""Public names, and the modules that define them."""
+
+if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].removeprefix("-m").partition(".")[0] == "jobkit":
     # `python -m jobkit`, typed in a folder whose secrets.py or queue.py is not the standard library's.
     from jobkit.start import leave_current_folder
 
     leave_current_folder()
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from jobkit.errors import JobkitError
-    from jobkit.worker.context import Context
-    from jobkit.worker.script import init
-
-__all__ = ["Context", "JobkitError", "init"]
-__version__ = "0.1.0"
-
-_HOMES = {"Context": "jobkit.worker.context", "init": "jobkit.worker.script", "JobkitError": "jobkit.errors"}
-
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use: the submitting side imports this package and must not pay for torch.
-    if name not in _HOMES:
-        raise AttributeError(f"module 'jobkit' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name]), name)
+    if name == "current":
+        return import_module("jobkit.worker.context").Context.current
+    if name in ("optim", "schedule"):
+        return import_module(f"jobkit.train.{name}")
+    if name not in _LAZY:
+        raise AttributeError(f"module 'jobkit' has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)

@@ -1,75 +1,92 @@
-"""How a run's progress looks to a person, whether drawn by a follower outside or by the run itself."""
+"""How far a run is, for a person: a progress bar on a terminal, a line now and then elsewhere.
+
+Goes to standard error, so that a pipe of results stays clean. follow.py calls it; the output of the ranks stands above.
+"""
 
 from __future__ import annotations
 
+import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from jobkit.run.records import Progress
 
-from jobkit.run.records import Progress as Report
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bars
 
 PLAIN_LINE_SECONDS = 10.0
-"""How often a line is printed where there is no terminal: a log of a day is to have thousands, not a million."""
+"""Between two lines without a terminal: a log of a day shall have thousands of lines, not a million."""
 
 
 class Display:
-    """A progress bar on a terminal, a line now and then elsewhere; the run's own output stands above it."""
+    """Shows Progress records of one run.
+
+    display = Display("toy-11f5f19c")
+    display.say("attempt 2 began")
+    display.show(Progress(attempt=2, time=0, step=40, total_steps=200))
+    display.close()
+    """
 
     def __init__(self, name: str) -> None:
-        # Errors and progress go where they do not end up in a pipe of results.
-        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
-        self.progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[position]}"),
-            TextColumn("{task.fields[rate]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[values]}"),
-            console=self.console,
-            transient=False,
-        )
         self.name = name
-        self.task: TaskID | None = None
-        self.last_line = 0.0
-        self.last_position: tuple[int, int | None] = (-1, None)
+        self._bars: Bars | None = None
+        self._last_line = 0.0
+        self._last_position: object = None
 
     def say(self, text: str) -> None:
-        self.console.print(text, markup=False)
+        """Print a line, above the bar."""
+        if self._bars is not None:
+            self._bars.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(text, file=sys.stderr, flush=True)
 
-    def show(self, progress: Report) -> None:
-        step, total = progress.step or 0, progress.total_steps
+    def show(self, progress: Progress) -> None:
+        """Draw how far the run is; nothing before its loop."""
         evaluation = progress.evaluation or {}
-        if total is None and not evaluation and not step:
-            return  # the training function has not reached its loop yet
-        rate = progress.steps_per_second
-        rate_text = f"{rate:.3g} step/s" if rate else ""
-        values = "  ".join(f"{name} {value:.4g}" for name, value in list(progress.values.items())[:2])
-        if evaluation:
-            values = f"evaluating {evaluation['done']}/{evaluation['total']} samples  {values}".rstrip()
-        if self.console.is_terminal:
-            if total is None and not step:  # an evaluation without a loop is all there is to draw
-                step, total = evaluation["done"], evaluation["total"]
-            texts: dict[str, Any] = {"position": _position(step, total), "rate": rate_text, "values": values}
-            if self.task is None:
-                self.task = self.progress.add_task(self.name, total=total, **texts)
-                self.progress.start()
-            self.progress.update(self.task, completed=step, total=total, **texts)
+        step, total = progress.step or 0, progress.total_steps
+        if not (step or total or evaluation):
             return
-        position = (step, evaluation.get("done"))
-        arrived = step == total and step != self.last_position[0]
-        if position != self.last_position and (time.monotonic() - self.last_line > PLAIN_LINE_SECONDS or arrived):
-            self.last_line, self.last_position = time.monotonic(), position
-            where = f"step {_position(step, total)}  " if total is not None or step else ""
-            self.say(f"{where}{rate_text}  {values}".strip())
+        position = f"step {step}" if total is None else f"step {step}/{total}"
+        rate = f"{progress.steps_per_second:.3g} step/s" if progress.steps_per_second else ""
+        numbers = [(name, value) for name, value in progress.values.items() if value is not None][:2]
+        values = "  ".join(f"{name} {value:.4g}" for name, value in numbers)
+        if evaluation:
+            values = f"evaluating {evaluation.get('done')}/{evaluation.get('total')} samples  {values}".rstrip()
+        texts = [text for text in (position, rate, values) if text]
+        if sys.stderr.isatty():
+            self._draw(step, total, "  ".join(texts))
+        elif self._is_due(step, total, (step, evaluation.get("done"))):
+            self.say("  ".join(texts))
 
     def close(self) -> None:
-        if self.task is not None:
-            self.progress.stop()
+        """Leave the last bar on the terminal."""
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None
+
+    def _draw(self, step: int, total: int | None, text: str) -> None:
+        if self._bars is None:
+            self._bars = _bars()
+            self._bars.add_task(self.name, text=text)
+            self._bars.start()
+        self._bars.update(self._bars.task_ids[0], completed=step, total=total, text=text)
+
+    def _is_due(self, step: int, total: int | None, position: object) -> bool:
+        arrived = step == total
+        if position == self._last_position or not (arrived or time.monotonic() - self._last_line > PLAIN_LINE_SECONDS):
+            return False
+        self._last_line, self._last_position = time.monotonic(), position
+        return True
 
 
-def _position(step: int, total: int | None) -> str:
-    """Of a loop over a stream nobody knows the total."""
-    return str(step) if total is None else f"{step}/{total}"
+def _bars() -> Bars:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    # A metric's name may look like markup: `acc[/top5]`.
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.fields[text]}", markup=False),
+    )
+    return Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True))

@@ -1,69 +1,74 @@
-"""Every error a user can cause. Each message says what was found, what is allowed and what to do next."""
+"""Every error that a user can cause: data (key, found, allowed, hint), and one place that makes a line of it.
+
+    raise InputError(key="resources.nodes", found=0, allowed="1 or more")
+
+prints, once the loader has added where the key stands:
+
+    error: toy.yaml:7: resources.nodes: found 0, expected 1 or more
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
 
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: the same command continues the run
 
+_SEVERITY = (EXIT_FINISHED, EXIT_RESUMABLE, EXIT_FAILED, EXIT_BAD_INPUT)
+
+_MISSING: Any = object()
+
+
+def worst(codes: Iterable[int]) -> int:
+    """Return the exit code of several: bad input before a failure before what can be continued before success."""
+    return max(codes, key=_SEVERITY.index, default=EXIT_FINISHED)
+
 
 class JobkitError(Exception):
-    """Base of all errors with a message meant for the user; shown in a line or two, without a traceback."""
+    """Base of all errors with a message for the user: a line or two, without a traceback."""
 
     exit_code = EXIT_FAILED
 
 
 class InputError(JobkitError):
-    """The YAML, the command line or the environment is wrong; nothing was started."""
+    """The YAML, the command line or the environment is wrong; nothing was started.
+
+    Fields:
+        problem: the sentence, where "found ..., expected ..." does not say it
+        key: dotted key of the config, or an option of the command line
+        found, allowed: the value that stands there, and the values that may
+        hint: what to type instead
+        file, line: where the key stands; the loader fills them in (`at`)
+    """
 
     exit_code = EXIT_BAD_INPUT
 
+    def __init__(
+        self, problem: str = "", *, key: str = "", found: Any = _MISSING, allowed: str = "", hint: str = ""
+    ) -> None:
+        super().__init__(problem)
+        self.problem, self.key, self.found, self.allowed, self.hint = problem, key, found, allowed, hint
+        self.file: Path | str | None = None
+        self.line: int | None = None
 
-class InvalidValue(InputError):
-    """One value of a config is wrong: raised with its dotted key alone; run.places.Places adds file and line."""
+    def at(self, file: Path | str, line: int | None = None) -> InputError:
+        """The same error with the place of its key; a place that it has already is kept."""
+        if self.file is None:
+            self.file, self.line = file, line
+        return self
 
-    def __init__(self, key: str, problem: str) -> None:
-        super().__init__(f"{key}: {problem}" if key else problem)
-        self.key = key
-        self.problem = problem
-
-
-class NoSuchModule(InvalidValue):
-    """A value names a Python module that is not where the command was typed: run.places.Places looks above the YAML."""
-
-    def __init__(self, key: str, problem: str, module: str) -> None:
-        super().__init__(key, problem)
-        self.module = module
-
-
-class UsageError(JobkitError):
-    """The training function, its model and the YAML do not fit each other: the run has failed, and is not tried again.
-
-    Raised in a rank. Another attempt, on whatever node, would end the same way.
-    """
-
-
-class NotFinite(UsageError):
-    """A loss that is not a number, of a step and its samples on this rank."""
-
-    def __init__(self, step: int, samples: list[int], reason: str, *, repeats: bool = False) -> None:
-        super().__init__(f"the loss of step {step} is {reason}")
-        self.step, self.samples = step, samples
-        self.repeats = repeats
-        """Whether another attempt is to repeat the steps up to it, which may come to another result."""
-
-
-class HardwareFault(JobkitError):
-    """A step had another result when it was repeated: what it was first computed on cannot be trusted."""
-
-    def __init__(self, step: int, where: str, node: str | None) -> None:
-        super().__init__(f"step {step} had another result when it was repeated: {where} computes wrongly")
-        self.node = node
-        """Slurm's name of the node; None where there is none to exclude."""
+    def __str__(self) -> str:
+        place = "" if self.file is None else f"{self.file}:{self.line}" if self.line else str(self.file)
+        values = "" if self.found is _MISSING else f"found {self.found!r}"
+        if self.allowed:
+            values = f"{values}, expected {self.allowed}".removeprefix(", ")
+        words = "; ".join(part for part in (self.problem, values, self.hint) if part)
+        return ": ".join(part for part in (place, self.key, words) if part)
 
 
 class SchedulerError(JobkitError):
@@ -73,35 +78,61 @@ class SchedulerError(JobkitError):
 
 
 class SchedulerTimeout(SchedulerError):
-    """A scheduler did not answer in time: what it was asked to do may have been done."""
+    """A scheduler did not answer in time: the request may have been carried out."""
+
+
+class NoSuchRun(InputError):
+    """No run has this name, job id or path."""
+
+
+class UsageError(JobkitError):
+    """The training function, its model and the YAML do not fit each other: another attempt would end the same way.
+
+    Raised in a rank.
+    """
 
 
 class CheckpointError(JobkitError):
-    """A checkpoint could not be written or read; the message says which one is still good."""
-
-    errno: int | None = None
-    """The number of the OSError behind it, on whichever rank it was raised, where a disk is to blame."""
+    """A checkpoint cannot be written, or does not fit what the training function tracks."""
 
 
 class DistributedError(JobkitError):
-    """The tasks of an attempt do not form the one process group they were started for."""
+    """The tasks of an attempt do not form the process group that they were started for."""
+
+
+class Stopped(SystemExit):
+    """The rank was asked to stop and has saved. It passes through `except Exception` of the training function.
+
+    A script that lets it pass ends with exit code 75, without a traceback.
+    """
+
+    def __init__(self, words: str = "") -> None:
+        super().__init__(EXIT_RESUMABLE)
+        self.words = words
+
+    def __str__(self) -> str:
+        return self.words
+
+
+class LostLease(BaseException):
+    """Another attempt owns the run: this process writes nothing more and ends."""
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the allowed name closest to `name`, or an empty string."""
-    found = closest(name, allowed)
-    return f"; did you mean {found!r}?" if found is not None else ""
+    """`did you mean 'x'?` for the allowed name closest to `name`, or an empty text; a hint for InputError."""
+    match = closest(name, allowed)
+    return f"did you mean {match!r}?" if match is not None else ""
 
 
 def closest(name: str, allowed: Iterable[str]) -> str | None:
-    """The allowed name that is most like `name`, or of which one has the other's initials, as `lr`; None for none."""
+    """The allowed name that is most like `name`, or that shares its initials (`lr`); None if no name is like it."""
     names = list(allowed)
-    for found in get_close_matches(name, names, n=1, cutoff=0.6):
-        return found
-    return next((one for one in names if name in _initials(one) or one in _initials(name)), None)
+    close = get_close_matches(name, names, n=1, cutoff=0.6)
+    initials = [full for full in names if name in _initials(full) or full in _initials(name)]
+    return next(iter([*close, *initials]), None)
 
 
 def _initials(name: str) -> list[str]:
-    """`lr` of `learning_rate`; none of one word."""
+    """`lr` for `learning_rate`; nothing for a single word."""
     words = name.split("_")
     return ["".join(word[:1] for word in words)] if len(words) > 1 else []

@@ -2,108 +2,55 @@
 
 from __future__ import annotations
 
-import re
+import json
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from safetensors.torch import load_file
 
+import jobkit
 from experiments.cogvideo.transformer import VideoTransformer
-from experiments.cogvideo.weights_folder import WEIGHTS, check_config, config_of, weight_map
-from jobkit import JobkitError
-from jobkit.errors import UsageError
 
-MODULES = (
-    (r"patch_embed\.proj", "embed.video"),
-    (r"patch_embed\.text_proj", "embed.text"),
-    (r"time_embedding\.linear_1", "embed.time.0"),
-    (r"time_embedding\.linear_2", "embed.time.2"),
-    (r"transformer_blocks\.(\d+)\.(norm[12])\.norm", r"block_\1.\2.norm"),
-    (r"transformer_blocks\.(\d+)\.(norm[12])\.linear", r"block_\1.\2.modulation"),
-    (r"transformer_blocks\.(\d+)\.attn1\.to_q", r"block_\1.attention.query"),
-    (r"transformer_blocks\.(\d+)\.attn1\.to_k", r"block_\1.attention.key"),
-    (r"transformer_blocks\.(\d+)\.attn1\.to_v", r"block_\1.attention.value"),
-    (r"transformer_blocks\.(\d+)\.attn1\.norm_q", r"block_\1.attention.norm_query"),
-    (r"transformer_blocks\.(\d+)\.attn1\.norm_k", r"block_\1.attention.norm_key"),
-    (r"transformer_blocks\.(\d+)\.attn1\.to_out\.0", r"block_\1.attention.out"),
-    (r"transformer_blocks\.(\d+)\.ff\.net\.0\.proj", r"block_\1.feed_forward.0"),
-    (r"transformer_blocks\.(\d+)\.ff\.net\.2", r"block_\1.feed_forward.2"),
-    (r"norm_final", "velocity.norm"),
-    (r"norm_out\.norm", "velocity.out_norm"),
-    (r"norm_out\.linear", "velocity.modulation"),
-    (r"proj_out", "velocity.out"),
-)
-"""Modules of diffusers' CogVideoXTransformer3DModel, and ours."""
+RENAMED = {
+    "patch_embed.proj": "embed.video", "patch_embed.text_proj": "embed.text",
+    "time_embedding.linear_1": "embed.time.0", "time_embedding.linear_2": "embed.time.2",
+    "transformer_blocks.": "block_", "1.linear": "1.modulation", "2.linear": "2.modulation",
+    "attn1.to_q": "query", "attn1.to_k": "key", "attn1.to_v": "value", "attn1.to_out.0": "out",
+    "attn1.norm_q": "norm_query", "attn1.norm_k": "norm_key", "ff.net.0.proj": "widen", "ff.net.2": "narrow",
+    "norm_final": "velocity.norm", "norm_out.norm": "velocity.out_norm", "norm_out.linear": "velocity.modulation",
+    "proj_out": "velocity.out",
+}  # fmt: skip
+"""Parts of the names in diffusers' CogVideoXTransformer3DModel, and ours."""
 
 
-def our_name(name: str) -> str | None:
-    """Our parameter of one of diffusers' model; None where there is none."""
-    module, _, kind = name.rpartition(".")
-    for pattern, ours in MODULES:
-        if re.fullmatch(pattern, module):
-            return f"{re.sub(pattern, ours, module)}.{kind}"
-    return None
+def our_name(name: str) -> str:
+    """Our name of a published parameter; another text for a parameter that we do not have."""
+    for theirs, ours in RENAMED.items():
+        name = name.replace(theirs, ours)
+    return name
 
 
-def load_published(net: VideoTransformer, folder: Path | str) -> None:
-    """Copy the weights of a folder (config.json and .safetensors) into a model, one tensor after the other.
+@torch.no_grad()
+def load_published(net: VideoTransformer, folder: Path) -> None:
+    """Copy the weights of a folder (config.json and .safetensors) into a model of the same shapes.
 
-    Raises JobkitError for a folder that cannot be read, UsageError where it is of another model, or lacks weights; both
-    name the first.
+    Raises UsageError, which names the first difference, where they are another model's.
     """
-    folder = Path(folder)
-    try:
-        config = config_of(folder)
-    except ValueError as error:
-        raise JobkitError(str(error)) from None
-    try:
-        check_config(
-            folder,
-            config,
-            num_attention_heads=net.embed.dim // net.block_0.attention.head,
-            patch_size=net.embed.patch,
-            spatial_interpolation_scale=net.embed.rescale,
-        )
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    own = dict(net.named_parameters())
-    for name, file in _files(folder).items():
-        ours = our_name(name)
-        if ours is None or ours not in own:
-            raise UsageError(
-                f"{file}: {name} is nothing that this model has: it is not CogVideoX-2b's, or has more layers"
-            )
-        tensor = _tensor(file, name)
-        if ours == "embed.video.weight":
-            tensor = tensor.flatten(1)  # a convolution's, of one patch
-        parameter = own.pop(ours)
-        if tensor.shape != parameter.shape:
-            found, expected = (" x ".join(map(str, shape)) for shape in (tensor.shape, parameter.shape))
-            raise UsageError(f"{file}: {name} is {found}, expected {expected} ({ours})")
-        with torch.no_grad():
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    heads, rescale = net.embed.dim // net.block_0.head, net.embed.rescale
+    ours = {"num_attention_heads": heads, "spatial_interpolation_scale": rescale}  # no shape shows these
+    for key, value in ours.items():
+        if config[key] != value:
+            raise jobkit.UsageError(f"{folder}/config.json: {key}: found {config[key]}, expected {value}")
+    parameters = dict(net.named_parameters())
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, tensor in load_file(file).items():
+            parameter = parameters.pop(our_name(name), torch.empty(0))
+            if name == "patch_embed.proj.weight":
+                tensor = tensor.flatten(1)  # a convolution's, of one patch
+            if tensor.shape != parameter.shape:
+                shapes = f"found {list(tensor.shape)}, expected {list(parameter.shape)}"
+                raise jobkit.UsageError(f"{file}: {name}: {shapes}")
             parameter.copy_(tensor)
-    if own:
-        raise UsageError(f"{folder}: no weights for {next(iter(own))} in it, and for {len(own) - 1} more")
-
-
-def _files(folder: Path) -> dict[str, Path]:
-    """Which file has which tensor."""
-    index = folder / f"{WEIGHTS}.index.json"
-    try:
-        if index.exists():
-            return {name: folder / file for name, file in weight_map(index).items()}
-        with safe_open(folder / WEIGHTS, "pt") as opened:
-            return dict.fromkeys(opened.keys(), folder / WEIGHTS)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    except (OSError, SafetensorError) as error:
-        raise JobkitError(f"{folder / WEIGHTS} cannot be read: {error}") from None
-
-
-def _tensor(file: Path, name: str) -> Tensor:
-    try:
-        with safe_open(file, "pt") as opened:
-            return opened.get_tensor(name)
-    except (OSError, SafetensorError) as error:
-        raise JobkitError(f"{file}: no {name} can be read from it: {error}") from None
+    if parameters:
+        raise jobkit.UsageError(f"{folder}: no weights for {', '.join(parameters)}"[:300])

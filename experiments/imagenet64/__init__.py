@@ -2,9 +2,5 @@
 
     python -m jobkit.submit experiments/imagenet64.yaml --local
 
-train.py is all of the training; what it calls is the model (unet), the method (flow, discrete), the data (data, digits)
-and FID (fid). check.py looks for what FID needs before anything is queued. sample.py draws images from a finished run,
-and says how good they are.
-
-Nothing is imported here: a submission runs check.py, and should not wait for torch.
+train.py is all of the training; it calls the model (unet), the method (flow) and the data (data, digits).
 """

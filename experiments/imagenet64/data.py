@@ -4,17 +4,16 @@
     train_64/box.uint8/<fingerprint>/       images.npy [N, R, R, C], labels.npy [N], classes.npy
 
 The packed copy is read through memmap: its size does not matter for memory. Its name is a fingerprint of the
-folders, so a copy that no longer fits is never opened; a new one is made beside it, because a running job may still
-read the old one.
+folders: where they change, a new copy is made beside the old one, which a running job may still read.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import multiprocessing
 import os
 import random
+import socket
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -23,48 +22,20 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from PIL.PngImagePlugin import PngInfo
-from rich.progress import track
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from jobkit.run.files import write_atomic
-from jobkit.train.prepared import prepare_folder
+import jobkit
 
 CHUNK = 2048
-"""Images that one worker decodes at a time."""
-
-
-class PngImages(Dataset):
-    """(uint8 image [C, R, R], label) decoded at every access."""
-
-    def __init__(self, folder: Path, res: int, channels: int) -> None:
-        self.folder, self.res, self.channels = folder, res, channels
-        self.fingerprint = fingerprint(folder, res, channels)
-        """Of the images as they were when they were opened."""
-        self.classes = [entry.name for entry in _class_folders(folder)]
-        self.files: list[str] = []
-        labels: list[int] = []
-        for label, name in enumerate(self.classes):
-            files = sorted(file.name for file in (folder / name).glob("*.png") if file.name[0] != ".")
-            self.files += [f"{name}/{file}" for file in files]
-            labels += [label] * len(files)
-        if not self.files:
-            raise ValueError(f"{folder}: no <class>/<name>.png in it; tools/prepare_imagenet.py makes them")
-        self.labels = np.array(labels, np.int64)
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, i: int) -> tuple[Tensor, int]:
-        return read_png(self.folder / self.files[i], self.res, self.channels), int(self.labels[i])
+"""Images that one process decodes at a time."""
 
 
 class PackedImages(Dataset):
-    """The same from a packed copy."""
+    """(uint8 image [C, R, R], label) from a packed copy; `classes` are the names of the folders."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.fingerprint = folder, folder.name
+        self.folder = folder
         # As plain arrays: indexing one of the class memmap takes as long as copying the image.
         self.images = np.asarray(np.load(folder / "images.npy", mmap_mode="r"))
         self.labels = np.asarray(np.load(folder / "labels.npy", mmap_mode="r"))
@@ -74,7 +45,7 @@ class PackedImages(Dataset):
         return len(self.images)
 
     def __getitem__(self, i: int) -> tuple[Tensor, int]:
-        return _to_tensor(self.images[i]), int(self.labels[i])
+        return torch.from_numpy(self.images[i].transpose(2, 0, 1).copy()), int(self.labels[i])
 
     def __reduce__(self) -> tuple[type[PackedImages], tuple[Path]]:
         return PackedImages, (self.folder,)  # a memmap would be sent to a data loader's worker as a whole array
@@ -83,7 +54,7 @@ class PackedImages(Dataset):
 class Part(Dataset):
     """Some of the images, mirrored half of the time if `flip`."""
 
-    def __init__(self, images: PngImages | PackedImages, ids: Sequence[int] | np.ndarray, flip: bool = False) -> None:
+    def __init__(self, images: PackedImages, ids: Sequence[int] | np.ndarray, flip: bool = False) -> None:
         self.images, self.ids, self.flip = images, ids, flip
 
     def __len__(self) -> int:
@@ -96,25 +67,26 @@ class Part(Dataset):
         return image, label
 
 
-def split(images: PngImages | PackedImages, held_out: int, flip: bool) -> tuple[Part, Part]:
-    """All but `held_out` images for training, and those for validation: the same ones in every run."""
+def split(images: PackedImages, held_out: int, flip: bool) -> tuple[Part, Part]:
+    """All but `held_out` images for training, and the others for validation: the same images in every run."""
+    if not 0 <= held_out < len(images):
+        raise jobkit.UsageError(f"params.held_out: found {held_out}, expected 0 to {len(images) - 1}")
     order = np.random.default_rng(0).permutation(len(images))
     return Part(images, order[held_out:], flip), Part(images, order[:held_out])
 
 
-def open_images(folder: Path, res: int, channels: int) -> PngImages | PackedImages:
-    """The images of a folder from its packed copy, which the first process to come makes while the others wait.
+def pack(folder: Path, res: int, channels: int) -> Path:
+    """Make the packed copy of a folder unless it is there; returns its path. One process calls it at a time.
 
-    Where nothing can be written beside the folder, the PNGs themselves are read.
+    Raises UsageError for a folder without images, and for an image that is broken or of another size.
     """
-    cache = folder.with_name(folder.name + ".uint8")
-    packed = cache / fingerprint(folder, res, channels)
-    try:
-        prepare_folder(packed, lambda temporary: _pack(PngImages(folder, res, channels), packed, temporary))
-    except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
-        print(f"{cache} cannot be written ({error}): decoding the PNGs at every access", flush=True)
-        return PngImages(folder, res, channels)
-    return PackedImages(packed)
+    packed = folder.with_name(folder.name + ".uint8") / fingerprint(folder, res, channels)
+    if not packed.exists():
+        temporary = packed.with_name(f".{packed.name}.{socket.gethostname()}.{os.getpid()}")
+        temporary.mkdir(parents=True)
+        _pack(folder, res, channels, temporary)
+        temporary.rename(packed)
+    return packed
 
 
 def fingerprint(folder: Path, res: int, channels: int) -> str:
@@ -127,77 +99,54 @@ def fingerprint(folder: Path, res: int, channels: int) -> str:
 
 
 def decode(path: Path, res: int, channels: int) -> np.ndarray:
-    """An image file as uint8 [R, R, C]; ValueError names one that is broken or of another size."""
+    """An image file as uint8 [R, R, C]; UsageError names one that is broken or of another size."""
     try:
         with Image.open(path) as image:
             if image.mode.startswith(("I", "F")):  # Pillow would cut such values off at 255
-                raise ValueError(f"{path}: more than 8 bits a pixel (Pillow's mode {image.mode})")
+                raise jobkit.UsageError(f"{path}: more than 8 bits a pixel (Pillow's mode {image.mode})")
             pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"))
     except OSError as error:
-        raise ValueError(f"{path}: not a whole image ({error})") from error
+        raise jobkit.UsageError(f"{path}: not a whole image ({error})") from error
     if pixels.shape[:2] != (res, res):
-        raise ValueError(f"{path}: {pixels.shape[1]} x {pixels.shape[0]} pixels, expected {res} x {res}")
+        raise jobkit.UsageError(f"{path}: {pixels.shape[1]} x {pixels.shape[0]} pixels, expected {res} x {res}")
     return pixels.reshape(res, res, channels)
 
 
-def read_png(path: Path, res: int, channels: int) -> Tensor:
-    """An image file as uint8 [C, R, R]; ValueError as from `decode`."""
-    return _to_tensor(decode(path, res, channels))
-
-
-def is_image(path: Path, res: int, channels: int, made_of: str) -> bool:
-    """Whether an image is there that says it is made of this, and whole: after a power failure, a file that was just
-    renamed can be empty."""
-    try:
-        decode(path, res, channels)
-        with Image.open(path) as image:
-            return image.info.get("made_of") == made_of
-    except ValueError:
-        return False
-
-
-def write_png(path: Path, image: Tensor, made_of: str = "") -> None:
-    """Write a uint8 image [C, H, W], which says what it is made of; the file appears whole, in a folder that is made
-    where there is none."""
+def write_png(path: Path, image: Tensor) -> None:
+    """Write a uint8 image [C, H, W]."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    png, about = io.BytesIO(), PngInfo()
-    about.add_text("made_of", made_of)
-    Image.fromarray(image.permute(1, 2, 0).squeeze(-1).numpy()).save(png, format="png", pnginfo=about)
-    write_atomic(path, png.getvalue(), durable=False)
+    Image.fromarray(image.permute(1, 2, 0).squeeze(-1).numpy()).save(path)
 
 
 def _class_folders(folder: Path) -> list[os.DirEntry[str]]:
+    if not folder.is_dir():
+        raise jobkit.UsageError(f"params.data: there is no folder {folder}")
     with os.scandir(folder) as entries:
         return sorted((entry for entry in entries if entry.is_dir()), key=lambda entry: entry.name)
 
 
-def _to_tensor(pixels: np.ndarray) -> Tensor:
-    return torch.from_numpy(pixels.transpose(2, 0, 1).copy())
-
-
-def _pack(images: PngImages, target: Path, temporary: Path) -> None:
-    """Write the packed copy that is to become `target` into `temporary`."""
-    np.save(temporary / "labels.npy", images.labels)
-    np.save(temporary / "classes.npy", np.array(images.classes))
+def _pack(folder: Path, res: int, channels: int, temporary: Path) -> None:
+    """Write the packed copy into a folder."""
+    classes = [entry.name for entry in _class_folders(folder)]
+    images = [sorted(file for file in (folder / name).glob("*.png") if file.name[0] != ".") for name in classes]
+    files = [file for of_class in images for file in of_class]
+    if not files:
+        raise jobkit.UsageError(f"params.data: {folder} has no <class>/<name>.png in it")
+    np.save(temporary / "labels.npy", np.repeat(np.arange(len(classes)), [len(of_class) for of_class in images]))
+    np.save(temporary / "classes.npy", np.array(classes))
     pixels = temporary / "images.npy"
-    np.lib.format.open_memmap(pixels, "w+", np.uint8, (len(images), images.res, images.res, images.channels)).flush()
+    np.lib.format.open_memmap(pixels, "w+", np.uint8, (len(files), res, res, channels)).flush()
 
-    starts = range(0, len(images), CHUNK)
-    files = [images.files[start : start + CHUNK] for start in starts]
-    fill = partial(_fill, pixels, images.folder)
-    workers = min(len(os.sched_getaffinity(0)), len(starts))
-    print(f"packing {len(images):,} images into {target}, once, with {workers} process(es)", flush=True)
-    if workers == 1:
-        for _ in track(map(fill, starts, files), "packing", total=len(starts)):
-            pass
-    else:
-        # Spawned, not forked: this process may have threads of torch or CUDA running.
-        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-            for _ in track(pool.map(fill, starts, files), "packing", total=len(starts)):
-                pass
+    chunks = {start: files[start : start + CHUNK] for start in range(0, len(files), CHUNK)}
+    workers = min(len(os.sched_getaffinity(0)), len(chunks))
+    print(f"packing {len(files):,} images once, with {workers} process(es)", flush=True)
+    # Spawned, not forked: this process may have threads of torch or CUDA running.
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        run = pool.map if workers > 1 else map
+        list(run(partial(_fill, pixels), chunks.keys(), chunks.values()))  # raises the error of a process
 
 
-def _fill(pixels: Path, folder: Path, start: int, files: list[str]) -> None:
+def _fill(pixels: Path, start: int, files: list[Path]) -> None:
     packed = np.load(pixels, mmap_mode="r+")
     for i, file in enumerate(files, start):
-        packed[i] = decode(folder / file, *packed.shape[2:])
+        packed[i] = decode(file, *packed.shape[2:])

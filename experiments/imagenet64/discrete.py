@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 
 from experiments.imagenet64.flow import guided
@@ -15,10 +14,10 @@ from experiments.imagenet64.unet import UNet
 
 
 class DiscreteFlowMatching:
-    """Images as tokens 0 to levels - 1, one a pixel and channel; the network learns which of them is behind a mask.
+    """Images as tokens 0 to levels - 1, one a pixel and channel; the network learns the token behind each mask.
 
     The mask is token number `levels`. On its path each token is masked until a time of its own, uniform in [0, 1]: at
-    time t a part kappa = t of them is seen. Its methods are those of flow.FlowMatching.
+    time t a fraction t of them is visible. The methods are those of flow.FlowMatching.
     """
 
     def __init__(self, levels: int) -> None:
@@ -31,43 +30,33 @@ class DiscreteFlowMatching:
     def noise(
         self, shape: Sequence[int], generator: torch.Generator | None = None, device: torch.device | None = None
     ) -> Tensor:
-        """The times at which tokens come to be seen."""
+        """The times at which tokens become visible."""
         return torch.rand(shape, generator=generator, device=device)
 
-    def path(self, image: Tensor, seen_from: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens of the paths at times t [N], and those of the images, uint8 [N, C, R, R], to be learnt there."""
-        tokens = self.to_tokens(image)
-        return tokens.masked_fill(seen_from >= t[:, None, None, None], self.levels), tokens
+    def path(self, image: Tensor, visible_from: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens of the paths at times t [N], and the tokens of the images, uint8 [N, C, R, R], as the target."""
+        tokens = (image.float() * ((self.levels - 1) / 255)).round().long()
+        return tokens.masked_fill(visible_from >= t[:, None, None, None], self.levels), tokens
 
     def error(self, logits: Tensor, tokens: Tensor) -> Tensor:
         """Mean cross-entropy [N] of the tokens, in nats."""
         return F.cross_entropy(logits.float(), tokens, reduction="none").flatten(1).mean(1)
 
     @torch.no_grad()
-    def sample(
-        self, net: nn.Module, label: Tensor, shape: Sequence[int], p: DictConfig, generator: torch.Generator
-    ) -> Tensor:
+    def sample(self, net: nn.Module, label: Tensor, shape: Sequence[int], p: DictConfig) -> Tensor:
         """Images, uint8 [N, *shape], of labels [N]; `p` has guidance and solver_steps.
 
-        In a step of h from t on, a masked token is replaced with probability h / (1 - t) by one drawn from the
-        network's prediction: the paper's Euler step for a masked source and kappa = t.
+        In a step of h from t on, a masked token is replaced with probability h / (1 - t) by a draw from the network's
+        prediction: the paper's Euler step for a masked source and kappa = t.
         """
         logits = guided(net, label, p.guidance)
         tokens = torch.full((len(label), *shape), self.levels, device=label.device)
         for i in range(p.solver_steps):
             probabilities = logits(tokens, torch.full(label.shape, i / p.solver_steps, device=label.device)).softmax(1)
             # The largest of p / e, with e exponentially distributed, is a draw from p.
-            drawn = (probabilities / torch.empty_like(probabilities).exponential_(generator=generator)).argmax(1)
-            jumps = torch.rand(tokens.shape, generator=generator, device=label.device) < 1 / (p.solver_steps - i)
+            drawn = (probabilities / torch.empty_like(probabilities).exponential_()).argmax(1)
+            jumps = torch.rand(tokens.shape, device=label.device) < 1 / (p.solver_steps - i)
             tokens = torch.where(jumps & (tokens == self.levels), drawn, tokens)
-        return self.to_pixels(tokens)
-
-    def to_tokens(self, images: Tensor) -> Tensor:
-        """uint8 pixels as the nearest of `levels` equally spaced values, int64."""
-        return (images.float() * ((self.levels - 1) / 255)).round().long()
-
-    def to_pixels(self, tokens: Tensor) -> Tensor:
-        """The values that tokens stand for, uint8."""
         return (tokens * (255 / (self.levels - 1))).round().to(torch.uint8)
 
 
@@ -76,8 +65,7 @@ class TokenUNet(nn.Module):
 
     def __init__(self, channels: int, classes: int, levels: int, unet: DictConfig) -> None:
         super().__init__()
-        self.null_label = classes
-        self.levels = levels
+        self.null_label, self.levels = classes, levels
         self.embed = nn.Embedding(levels + 1, unet["width"])
         self.unet = UNet(channels * unet["width"], classes, outputs=channels * levels, **unet)
 
@@ -88,7 +76,3 @@ class TokenUNet(nn.Module):
     def shard_units(self) -> Iterable[nn.Module]:
         """Blocks to be sharded one by one."""
         return self.unet.shard_units()
-
-    def tensor_plan(self) -> dict[str, ParallelStyle]:
-        """The UNet's."""
-        return {f"unet.{name}": style for name, style in self.unet.tensor_plan().items()}

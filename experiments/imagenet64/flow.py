@@ -9,8 +9,10 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 from torchdiffeq import odeint
 
-from experiments.imagenet64.check import SOLVERS
+import jobkit
 from experiments.imagenet64.unet import UNet
+
+SOLVERS = ("euler", "midpoint", "heun2", "dopri5")
 
 TOLERANCE = 1e-5
 """dopri5's, relative and absolute, for pixels in [-1, 1]."""
@@ -42,11 +44,9 @@ class FlowMatching:
         """Mean square error [N] of the predicted velocity."""
         return (velocity.float() - target).square().flatten(1).mean(1)
 
-    def sample(
-        self, net: nn.Module, label: Tensor, shape: Sequence[int], p: DictConfig, generator: torch.Generator
-    ) -> Tensor:
+    def sample(self, net: nn.Module, label: Tensor, shape: Sequence[int], p: DictConfig) -> Tensor:
         """Images, uint8 [N, *shape], of labels [N]; `p` has guidance, solver and solver_steps."""
-        x0 = self.noise((len(label), *shape), generator, label.device)
+        x0 = self.noise((len(label), *shape), device=label.device)
         velocity = guided(net, label, p.guidance)
         return to_uint8(integrate(velocity, x0, p.solver, p.solver_steps))
 
@@ -96,7 +96,7 @@ def integrate(velocity: Callable[[Tensor, Tensor], Tensor], x: Tensor, solver: s
     measured over all of x.
     """
     if solver not in SOLVERS:
-        raise ValueError(f"solver: found {solver!r}, allowed: {', '.join(SOLVERS)}")
+        raise jobkit.UsageError(f"params.solver: found {solver!r}, allowed: {', '.join(SOLVERS)}")
     if solver == "dopri5":
         options = {"dtype": torch.float32}  # of times; by default float64, which not every device has
     else:
@@ -115,5 +115,5 @@ def to_unit(images: Tensor) -> Tensor:
 
 
 def to_uint8(images: Tensor) -> Tensor:
-    """The inverse of `to_unit`; what lies outside is clipped."""
+    """The inverse of `to_unit`; values outside are clipped."""
     return ((images.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)

@@ -1,21 +1,24 @@
-"""The class-conditional UNet of ADM (Dhariwal and Nichol 2021, arXiv:2105.05233), predicting a velocity."""
+"""The class-conditional UNet of ADM (Dhariwal and Nichol 2021, arXiv:2105.05233), predicting a velocity.
+
+Its weights have the names and shapes of flow_matching's image example, so that published weights can be loaded.
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from textwrap import shorten
 from typing import TypeVar
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn import functional as F
 
-from jobkit.train.tensor_styles import DividedHeads, JoinedHeads
+import jobkit
 
-Linear = TypeVar("Linear", nn.Conv2d, nn.Linear)
+Convolution = TypeVar("Convolution", nn.Conv1d, nn.Conv2d)
 
 
 class UNet(nn.Module):
@@ -30,7 +33,7 @@ class UNet(nn.Module):
         head: features of one attention head.
         dropout: probability in every residual block.
         outputs: channels of the output, where they are not those of the input.
-        time_scale: what times are multiplied by before they are embedded.
+        time_scale: the factor of times before they are embedded.
         learn_null: whether "no label" has an embedding of its own, which is trained, or adds nothing.
     """
 
@@ -49,94 +52,68 @@ class UNet(nn.Module):
         learn_null: bool = True,
     ) -> None:
         super().__init__()
-        self.null_label = classes
-        self.width = width
-        self.time_scale = time_scale
+        self.null_label, self.width, self.time_scale = classes, width, time_scale
         embedding = 4 * width
-        self.embed_time = nn.Sequential(nn.Linear(width, embedding), nn.SiLU(), nn.Linear(embedding, embedding))
-        self.embed_label = nn.Embedding(classes + 1, embedding, padding_idx=None if learn_null else classes)
+        self.time_embed = nn.Sequential(nn.Linear(width, embedding), nn.SiLU(), nn.Linear(embedding, embedding))
+        self.label_emb = nn.Embedding(classes + 1, embedding, padding_idx=None if learn_null else classes)
 
-        def layer(inputs: int, outputs: int, factor: int) -> Layer:
-            return Layer(inputs, outputs, embedding, dropout, head if factor in attention else None)
+        def layer(inputs: int, outputs: int, factor: int) -> list[nn.Module]:
+            block = ResidualBlock(inputs, outputs, embedding, dropout)
+            return [block, Attention(outputs, head)] if factor in attention else [block]
 
-        self.stem = nn.Conv2d(channels, width, 3, padding=1)
-        self.down = nn.ModuleList()
+        self.input_blocks = nn.ModuleList([Layer(nn.Conv2d(channels, width, 3, padding=1))])
         features, skips = width, [width]
         for level, multiplier in enumerate(multipliers):
-            stage = nn.ModuleList()
             for _ in range(blocks):
-                stage.append(layer(features, multiplier * width, 2**level))
+                self.input_blocks.append(Layer(*layer(features, multiplier * width, 2**level)))
                 features = multiplier * width
                 skips.append(features)
             if level + 1 < len(multipliers):
-                stage.append(ResidualBlock(features, features, embedding, dropout, nn.AvgPool2d(2)))
+                half = ResidualBlock(features, features, embedding, dropout, nn.AvgPool2d(2))
+                self.input_blocks.append(Layer(half))
                 skips.append(features)
-            self.down.append(stage)
 
-        self.middle = Layer(features, features, embedding, dropout, head)
-        self.middle_out = ResidualBlock(features, features, embedding, dropout)
+        last = ResidualBlock(features, features, embedding, dropout)
+        self.middle_block = Layer(
+            ResidualBlock(features, features, embedding, dropout), Attention(features, head), last
+        )
 
-        self.up = nn.ModuleList()
-        self.enlarge = nn.ModuleList()
+        self.output_blocks = nn.ModuleList()
         for level, multiplier in reversed(list(enumerate(multipliers))):
-            stage = nn.ModuleList()
-            for _ in range(blocks + 1):
-                stage.append(layer(features + skips.pop(), multiplier * width, 2**level))
+            for i in range(blocks + 1):
+                parts = layer(features + skips.pop(), multiplier * width, 2**level)
                 features = multiplier * width
-            self.up.append(stage)
-            if level > 0:
-                self.enlarge.append(ResidualBlock(features, features, embedding, dropout, nn.Upsample(scale_factor=2)))
+                if level > 0 and i == blocks:
+                    parts.append(ResidualBlock(features, features, embedding, dropout, nn.Upsample(scale_factor=2)))
+                self.output_blocks.append(Layer(*parts))
 
-        last = _zero(nn.Conv2d(features, outputs or channels, 3, padding=1))
-        self.head = nn.Sequential(_norm(features), nn.SiLU(), last)
+        self.out = nn.Sequential(
+            _norm(features), nn.SiLU(), _zero(nn.Conv2d(features, outputs or channels, 3, padding=1))
+        )
 
     def forward(self, x: Tensor, t: Tensor, label: Tensor) -> Tensor:
-        embedding = self.embed_time(sinusoids(t, self.width, self.time_scale)) + self.embed_label(label)
-        h = self.stem(x)
-        skips = [h]
-        for stage in self.down:
-            for layer in stage:
-                h = layer(h, embedding)
-                skips.append(h)
-        h = self.middle_out(self.middle(h, embedding), embedding)
-        for level, stage in enumerate(self.up):
-            for layer in stage:
-                h = layer(torch.cat([h, skips.pop()], dim=1), embedding)
-            if level < len(self.enlarge):
-                h = self.enlarge[level](h, embedding)
-        return self.head(h)
+        embedding = self.time_embed(sinusoids(t, self.width, self.time_scale)) + self.label_emb(label)
+        skips = []
+        for layer in self.input_blocks:
+            x = layer(x, embedding)
+            skips.append(x)
+        x = self.middle_block(x, embedding)
+        for layer in self.output_blocks:
+            x = layer(torch.cat([x, skips.pop()], dim=1), embedding)
+        return self.out(x)
 
     def shard_units(self) -> Iterable[nn.Module]:
-        """Blocks to be sharded one by one."""
-        return [*chain(*self.down), self.middle, self.middle_out, *chain(*self.up), *self.enlarge]
-
-    def tensor_plan(self) -> dict[str, ParallelStyle]:
-        """Each rank has some of the heads, and of the rows of the layers that the embedding goes through.
-
-        Where heads do not divide by the ranks (nine of them at 16 pixels in the full recipe), that attention stays
-        whole, as do all 3 x 3 convolutions, which hold three quarters of the parameters: this divides the memory of
-        attention and embeddings, and saves little time. `zero3` divides all of it.
-        """
-        plan: dict[str, ParallelStyle] = {"embed_time.0": ColwiseParallel(), "embed_time.2": RowwiseParallel()}
-        for name, module in self.named_modules():
-            if isinstance(module, ResidualBlock):  # scales and shifts, of which each rank needs all
-                plan[f"{name}.embed"] = ColwiseParallel(output_layouts=Replicate())
-            elif isinstance(module, Attention):
-                plan[f"{name}.qkv"] = DividedHeads(3 * module.head, or_whole=True)
-                plan[f"{name}.out"] = JoinedHeads(module.head, or_whole=True)
-        return plan
+        """Layers to be sharded one by one."""
+        return [*self.input_blocks, self.middle_block, *self.output_blocks]
 
 
-class Layer(nn.Module):
-    """A residual block, followed by self-attention where `head` (features of one head) is given."""
-
-    def __init__(self, inputs: int, outputs: int, embedding: int, dropout: float, head: int | None) -> None:
-        super().__init__()
-        self.block = ResidualBlock(inputs, outputs, embedding, dropout)
-        self.attention = Attention(outputs, head) if head else nn.Identity()
+class Layer(nn.Sequential):
+    """Modules one after the other; residual blocks among them are given the embedding [N, E]."""
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
-        return self.attention(self.block(x, embedding))
+        for module in self:
+            x = module(x, embedding) if isinstance(module, ResidualBlock) else module(x)
+        return x
 
 
 class ResidualBlock(nn.Module):
@@ -146,21 +123,20 @@ class ResidualBlock(nn.Module):
         self, inputs: int, outputs: int, embedding: int, dropout: float, resize: nn.Module | None = None
     ) -> None:
         super().__init__()
-        self.norm1 = _norm(inputs)
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, padding=1)
-        self.embed = nn.Linear(embedding, 2 * outputs)
-        self.norm2 = _norm(outputs)
-        self.dropout = nn.Dropout(dropout)
-        self.conv2 = _zero(nn.Conv2d(outputs, outputs, 3, padding=1))
-        self.skip = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
+        self.in_layers = nn.Sequential(_norm(inputs), nn.SiLU(), nn.Conv2d(inputs, outputs, 3, padding=1))
+        self.emb_layers = nn.Sequential(nn.SiLU(), nn.Linear(embedding, 2 * outputs))
+        second = _zero(nn.Conv2d(outputs, outputs, 3, padding=1))
+        self.out_layers = nn.Sequential(_norm(outputs), nn.SiLU(), nn.Dropout(dropout), second)
+        self.skip_connection = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
         self.resize = resize or nn.Identity()
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
-        h = self.conv1(self.resize(F.silu(self.norm1(x))))
-        scale, shift = self.embed(F.silu(embedding))[:, :, None, None].chunk(2, dim=1)
-        h = self.norm2(h) * (1 + scale) + shift
-        h = self.conv2(self.dropout(F.silu(h)))
-        return self.skip(self.resize(x)) + h
+        norm, activation, convolution = self.in_layers
+        h = convolution(self.resize(activation(norm(x))))
+        norm, activation, dropout, convolution = self.out_layers
+        scale, shift = self.emb_layers(embedding)[:, :, None, None].chunk(2, dim=1)
+        h = convolution(dropout(activation(norm(h) * (1 + scale) + shift)))
+        return self.skip_connection(self.resize(x)) + h
 
 
 class Attention(nn.Module):
@@ -170,15 +146,33 @@ class Attention(nn.Module):
         super().__init__()
         self.head = head
         self.norm = _norm(features)
-        self.qkv = nn.Linear(features, 3 * features)  # query, key and value of one head after those of another
-        self.out = _zero(nn.Linear(features, features))
+        self.qkv = nn.Conv1d(features, 3 * features, 1)  # the queries of all heads, then all keys, then all values
+        self.proj_out = _zero(nn.Conv1d(features, features, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        pixels = self.norm(x).flatten(2).transpose(1, 2)
-        # -1, not the number of heads: with tensor parallelism a rank has some of them.
-        qkv = self.qkv(pixels).unflatten(-1, (-1, 3, self.head)).transpose(1, 2)
-        h = F.scaled_dot_product_attention(*qkv.unbind(3))
-        return x + self.out(h.transpose(1, 2).flatten(2)).transpose(1, 2).reshape(x.shape)
+        qkv = self.qkv(self.norm(x).flatten(2)).unflatten(1, (3, -1, self.head)).transpose(-1, -2)
+        h = F.scaled_dot_product_attention(*qkv.unbind(1))
+        return x + self.proj_out(h.transpose(-1, -2).flatten(1, 2)).reshape(x.shape)
+
+
+def load_initial(net: nn.Module, file: str) -> None:
+    """Copy the weights of a file into a network: `.safetensors`, or a training checkpoint with its key `model`.
+
+    Where the file has other classes, the embeddings of labels begin anew. Raises UsageError for another network.
+    """
+    if file.endswith(".safetensors"):
+        weights = load_file(file)
+    else:
+        with torch.serialization.safe_globals([argparse.Namespace]):  # the options of the published training
+            weights = torch.load(file, map_location="cpu", weights_only=True)
+    weights, own, labels = dict(weights.get("model", weights)), net.state_dict(), "label_emb.weight"
+    if labels in own and labels in weights and weights[labels].shape != own[labels].shape:
+        print(f"{file} has other classes: the embeddings of labels begin anew", flush=True)
+        weights[labels] = own[labels]
+    try:
+        net.load_state_dict(weights)
+    except RuntimeError as error:
+        raise jobkit.UsageError(f"params.init_from: {file}: {shorten(str(error), 300)}") from None
 
 
 def sinusoids(t: Tensor, features: int, scale: float) -> Tensor:
@@ -192,7 +186,7 @@ def _norm(features: int) -> nn.GroupNorm:
     return nn.GroupNorm(min(32, features // 4), features)
 
 
-def _zero(module: Linear) -> Linear:
+def _zero(module: Convolution) -> Convolution:
     """Start at zero, so that every block starts as the identity and the network's first output is 0."""
     nn.init.zeros_(module.weight)
     nn.init.zeros_(module.bias)

@@ -1,61 +1,58 @@
-"""Texts from a finished run of minimind, and the cost of all text that the run has not seen.
+"""Text from a language model, one token after the other; and from a finished run, as samples/<number>.txt.
 
-    python -m jobkit.submit experiments/minimind_generate.yaml --local params.run=runs/minimind-...
-
-`generate` is an experiment like `train`, but for steps: what it has done is on disk as soon as it is done.
+python -m jobkit.submit experiments/minimind_generate.yaml --local params.run=runs/minimind-...
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
-from omegaconf import OmegaConf
-from torch import Tensor
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
 
 import jobkit
+from experiments.minimind.data import Bytes, Tokenizer, open_tokenizer
 from experiments.minimind.model import MiniMind
-from experiments.minimind.sampling import complete, write_text
-from experiments.minimind.train import held_out_costs, open_data
-from jobkit.errors import UsageError
-from jobkit.run.rundir import RunDir
-from jobkit.train.exported import load_weights
-from jobkit.train.seeds import derive_seed
 
 
-def generate(ctx: jobkit.Context) -> dict[str, float | str]:
-    """Continue each prompt `params.samples` times, into samples/<prompt>_<sample>.txt; the result is as train's."""
-    p = ctx.params
-    trained = OmegaConf.load(Path(p.run) / "config.yaml").params
-    tokenizer, corpus = open_data(ctx, trained)
-    if (RunDir(p.run).status().result or {}).get("tokenizer", corpus.tokenizer) != corpus.tokenizer:
-        raise UsageError(f"{trained.tokenizer}: not the tokenizer that {p.run} was trained with")
-    net = MiniMind(**trained.model).to(ctx.device)
-    load_weights(net, p.run)
-
-    def file(prompt: int, sample: int) -> Path:
-        return ctx.run_dir / "samples" / f"{prompt:04d}_{sample:04d}.txt"
-
-    def write(prompts: list[str], ids: Tensor) -> list[list[str]]:
-        (prompt,), (number,) = prompts, ids.tolist()
-        seed = derive_seed(ctx.seed, "generate", number)
-        with ctx.autocast():
-            texts = complete(
-                net,
-                tokenizer,
-                prompt,
-                samples=p.samples,
-                **p.sampling,
-                window=trained.length,
-                seed=seed,
-                device=ctx.device,
-            )
-        for sample, text in enumerate(texts):
-            write_text(file(number, sample), text)
-        return [texts]
-
-    written = ctx.map(write, list(p.prompts), to="main")
+def generate(ctx: jobkit.Context) -> dict[str, int]:
+    """Continue each prompt `params.samples` times; the prompts are drawn over the ranks."""
+    p, run = ctx.params, jobkit.open_run(ctx.params.run)
+    trained = OmegaConf.create(run.params)
+    tokenizer = open_tokenizer(trained)
+    net = MiniMind(**trained.model)
+    net.load_state_dict(run.weights())
+    net.to(ctx.device).eval()
+    prompts = [prompt for prompt in p.prompts for _ in range(p.samples)]
+    texts = ctx.map(continuation(ctx, net, tokenizer, p.sampling, trained.length), prompts)
     if ctx.is_main:
-        print(f"samples: {ctx.run_dir / 'samples'}", flush=True)
-        for number, texts in enumerate(written):
-            ctx.log_text(f"samples/{number:04d}", f"```\n{texts[0]}\n```")
-    return {**held_out_costs(ctx, net, corpus, trained), "corpus": corpus.sha256, "tokenizer": corpus.tokenizer}
+        folder = ctx.run_dir / "samples"
+        folder.mkdir(exist_ok=True)
+        for number, text in enumerate(texts):
+            (folder / f"{number:04d}.txt").write_text(text + "\n", encoding="utf-8")
+            ctx.log_text(f"samples/{number:04d}", f"```\n{text}\n```")
+    return {"texts": len(prompts)}
+
+
+def continuation(
+    ctx: jobkit.Context, model: nn.Module, tokenizer: Bytes | Tokenizer, sampling: DictConfig, window: int
+) -> Callable[..., str]:
+    """A function for ctx.map, which seeds the draws of each prompt: the prompt and how it goes on.
+
+    `sampling` has new_tokens, temperature and top_k (1 takes the likeliest token, 0 draws among all of them). The model
+    sees the last `window` tokens.
+    """
+
+    def text(prompts: Sequence[str], ids: Tensor) -> str:
+        start = [tokenizer.begin, *tokenizer.encode(prompts[0])]
+        tokens = torch.tensor([start], device=ctx.device)
+        while tokens.shape[1] < len(start) + sampling.new_tokens and tokens[0, -1] != tokenizer.end:
+            with ctx.autocast():
+                logits = model(tokens[:, -window:])[0, -1].float()
+            values, candidates = logits.topk(sampling.top_k or len(logits))
+            drawn = torch.multinomial((values / sampling.temperature).softmax(0), 1)
+            tokens = torch.cat([tokens, candidates[drawn][None]], dim=1)
+        return prompts[0] + tokenizer.decode(tokens[0, len(start) :].tolist())
+
+    return text

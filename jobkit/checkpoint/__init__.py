@@ -1,1 +1,1 @@
-"""Checkpoints: a store that is atomic and verified, the state that goes in, and a writer off the hot path."""
+"""State on the disk and in memory: trees of tensors, shards, snapshots, restore."""

@@ -1,4 +1,4 @@
-"""How much host memory a process may still take: what the machine has, and what its control groups leave of it."""
+"""The host memory that a process may still take: of the machine, and within its control groups."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def free_bytes(root: Path = Path("/")) -> int:
     """
     available = re.search(r"^MemAvailable:\s+(\d+) kB$", _text(root / "proc/meminfo"), re.MULTILINE)
     free = int(available[1]) << 10 if available else 0
-    return max(0, min([free, *_left_by_groups(root)]))
+    return max(0, min([free, *_free_in_groups(root)]))
 
 
-def _left_by_groups(root: Path) -> Iterator[int]:
+def _free_in_groups(root: Path) -> Iterator[int]:
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -30,15 +30,15 @@ def _left_by_groups(root: Path) -> Iterator[int]:
         for folder in (group, *group.parents):  # a group has what those above it leave
             if not folder.is_relative_to(base):
                 break
-            most, taken = _text(folder / limit).strip(), _text(folder / used).strip()
-            if most.isdigit() and taken.isdigit():
-                yield int(most) - int(taken) + _cache(folder)
+            most, used_now = _text(folder / limit).strip(), _text(folder / used).strip()
+            if most.isdigit() and used_now.isdigit():
+                yield int(most) - int(used_now) + _cache(folder)
 
 
 def _cache(group: Path) -> int:
-    """Bytes of files in the page cache that the group can give back; what is written in shared memory is not."""
-    found = re.findall(r"^(?:total_)?inactive_file (\d+)$", _text(group / "memory.stat"), re.MULTILINE)
-    return max(map(int, found), default=0)
+    """Bytes of files in the page cache that the group can give back; shared memory is not among them."""
+    matches = re.findall(r"^(?:total_)?inactive_file (\d+)$", _text(group / "memory.stat"), re.MULTILINE)
+    return max(map(int, matches), default=0)
 
 
 def _text(file: Path) -> str:

@@ -1,297 +1,350 @@
-"""Snapshots in memory: what the ranks of an attempt leave in their slots, and what those of the next find there."""
+"""Snapshots in the host's memory, which outlive a rank: two memfds that the agent made, one written while the other is
+good.
+
+    slot: record page | header | data of this rank | data of the neighbour's rank
+    take() -> copy into the slot that is not the newest complete one -> thread: sums, neighbour's copy -> record
+    newest() -> what all ranks together have whole, newer than the disk
+
+A record is written last, with its own checksum, so that a rank that is killed at any instant leaves the other slot
+good. On several nodes each rank's data also lie on the next node. The checkpointer calls this.
+"""
 
 from __future__ import annotations
 
-import pickle
-import uuid
-import zlib
-from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from math import prod
+import json
+import mmap
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from io import FileIO
 from typing import Any
 
 import torch
+import xxhash
 
 from jobkit.checkpoint.free_memory import free_bytes
-from jobkit.checkpoint.slot import DATA_AT, Contents, DamagedSlot, Part, Slot, SnapshotId
-from jobkit.checkpoint.staging import HostBuffers, NoRoom, Staged
-from jobkit.checkpoint.storage import Extent, raw
-from jobkit.errors import CheckpointError
+from jobkit.checkpoint.live import Entry
+from jobkit.checkpoint.reading import Damaged, ShardFile, check_header
+from jobkit.checkpoint.shard import ShardInfo, sums_of
+from jobkit.checkpoint.sources import Source
+from jobkit.checkpoint.staging import PAGE, Place, Staged, Stager
+from jobkit.checkpoint.store import Manifest
 from jobkit.group import RankGroup
-from jobkit.run.slots import find_slots
+from jobkit.log import log
+
+RECORD = 1 << 20
+"""Bytes of a slot's record, 16 of which are the checksum of 4 MiB of state; the shard lies after it."""
+
+GROWTH = 4 << 20
+"""A slot grows by so many bytes at least, as with a list that becomes longer: new memory is slow."""
 
 SHARE = 0.25
-"""Of the host memory that is free, what the snapshots of a node may take: the rest is for data loaders, which grow."""
+"""The most of a node's free memory that all slots of the node take."""
+
+_CUDA: Any = torch.cuda  # cudart has no types
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """A snapshot that all ranks have verified together."""
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """The facts of a complete snapshot in a slot."""
 
-    contents: Contents
-    """As rank 0 of those that have it describes it; its parts are in `found`."""
-    found: list[tuple[int, Part]]
-    """The parts, each with the rank in whose slot it is."""
-    slot: Slot | None
-    """This rank's, where it has some of it."""
+    step: int
+    attempt: int
+    """Two attempts may have a snapshot of one step each: their shards do not go together."""
+    world_size: int
+    rank: int
+    """Whose shard it is."""
+    info: dict[str, Any]
+    """Its ShardInfo."""
+    begin: int
+    """First byte of the data in the slot; the header lies after the data."""
+    entries: list[str]
+    extra: dict[str, Any]
+    pickled: list[str]
 
 
-class SnapshotMemory:
-    """The two slots of this rank; `ranks` are the checkpointer's. To make it is collective; what else is says so.
+Fact = tuple[int, int, int]
+"""(step, attempt, rank) of a record."""
 
-    Of the two one always holds a snapshot that all ranks have, once there is one: a slot is taken for the next only
-    when every rank has said that the other is complete.
 
-    Args:
-        trained: the last attempt before this one that began to train: what older ones left is of another past.
-    """
+def settled(extra: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts of a save, with the results of futures among them."""
+    return {name: value.result() if isinstance(value, Future) else value for name, value in extra.items()}
+
+
+class Slot:
+    """One memfd: a record page, and room that grows with the state."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._memory: mmap.mmap | None = None
+        self._pinned: int | None = None
+        """The address of the memory, where it is pinned."""
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self.descriptor).st_size
+
+    def memory(self, size: int, *, pin: bool = False) -> mmap.mmap:
+        """Return the slot's memory, at least so large; its pages exist. Pinned, it takes copies from a GPU that the
+        loop need not wait for."""
+        if self._memory is None or len(self._memory) < size:
+            if self.size < size:
+                os.posix_fallocate(self.descriptor, 0, size)
+            if self._pinned is not None:
+                _CUDA.check_error(_CUDA.cudart().cudaHostUnregister(self._pinned))
+                self._pinned = None
+            self._memory = mmap.mmap(self.descriptor, max(size, self.size), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        if pin and self._pinned is None:
+            self._pinned = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+            _CUDA.check_error(_CUDA.cudart().cudaHostRegister(self._pinned, len(self._memory), 0))
+        return self._memory
+
+    def records(self) -> list[Record]:
+        """Return the complete snapshots in the slot: this rank's, and the neighbour's."""
+        if self.size < RECORD:
+            return []
+        head = os.pread(self.descriptor, RECORD, 0)
+        length = int.from_bytes(head[:8], "little")
+        text = head[16 : 16 + length]
+        if not length or length > RECORD - 16 or xxhash.xxh3_64_digest(text) != head[8:16]:
+            return []
+        return [Record(**value) for value in json.loads(text)]
+
+    def erase(self) -> None:
+        """Make the slot's records invalid, before its data change."""
+        if self.size >= RECORD:
+            os.pwrite(self.descriptor, bytes(16), 0)
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Make the slot's data valid."""
+        text = json.dumps([vars(record) for record in records], separators=(",", ":")).encode()
+        if len(text) > RECORD - 16:
+            raise ValueError(f"the record of a snapshot has {len(text)} bytes")
+        os.pwrite(self.descriptor, text, 16)
+        os.pwrite(self.descriptor, len(text).to_bytes(8, "little") + xxhash.xxh3_64_digest(text), 0)
+
+
+class Snapshots:
+    """The snapshots of one rank. `slots` are its two memfds; None where no agent made any."""
 
     def __init__(
-        self,
-        slots: tuple[Slot, Slot],
-        ranks: RankGroup,
-        ranks_per_node: int,
-        *,
-        run: str = "",
-        attempt: int = 0,
-        trained: int = 0,
-        free: Callable[[], int] = free_bytes,
+        self, slots: tuple[int, int] | None, stager: Stager, place: Place, ranks: RankGroup, attempt: int
     ) -> None:
-        self.refused: list[tuple[int, str]] = []
-        """The snapshots that could not be used, as (step, reason)."""
-        self.is_on = True
-        """Whether snapshots are taken; off once there is no room for them."""
-        self._slots, self._ranks, self._ranks_per_node = slots, ranks, ranks_per_node
-        self._buffers = [HostBuffers(self._block(slot)) for slot in slots]
-        self._run, self._attempt, self._free = run, attempt, free
-        self._timeline, self._trained = ranks.broadcast((uuid.uuid4().hex, trained))
-        self._complete: int | None = None
-        """The slot whose snapshot all ranks have."""
-        self._next = 0
+        self._slots = None if slots is None else tuple(map(Slot, slots))
+        self._stager, self._place, self._ranks, self._attempt = stager, place, ranks, attempt
+        self.complete = 0
+        """The number of the newest snapshot that is complete on this rank, its neighbour's copy included."""
+        self.step: int | None = None
+        """The step of that snapshot."""
         self._number = 0
-        self._candidates: list[SnapshotId] | None = None
+        self._first = 0
+        """The slot of snapshot 1: the other one may hold the last good one of the attempt before."""
+        self._future: Future[None] | None = None
+        self._refused: set[int] = set()
 
-    @classmethod
-    def find(
-        cls, environ: Mapping[str, str], ranks: RankGroup, ranks_per_node: int, **options: Any
-    ) -> SnapshotMemory | None:
-        """That of the slots that the environment names; None where a rank has none. Collective."""
-        files = find_slots(environ)
-        if not all(ranks.gather(files is not None)) or files is None:
-            return None
-        return cls((Slot(files[0]), Slot(files[1])), ranks, ranks_per_node, **options)
+    @property
+    def is_on(self) -> bool:
+        return self._slots is not None
 
-    # Taking one
+    @property
+    def _nodes(self) -> int:
+        return self._place.world_size // self._place.local_world_size
 
-    def begin(self) -> HostBuffers:
-        """Where the next snapshot is to be staged; what was there is gone."""
-        self._next = 1 - self._complete if self._complete is not None else 0
-        self._number += 1
-        self._slots[self._next].invalidate()
-        return self._buffers[self._next]
+    # Taking
 
-    def _block(self, slot: Slot) -> Callable[[int, torch.device | None], torch.Tensor]:
-        def block(size: int, device: torch.device | None) -> torch.Tensor:
-            self._check_room(size)
-            try:
-                return slot.map_data(size, device)
-            except OSError as error:  # as with a limit for the size of files, which these are
-                raise NoRoom(f"{size >> 20} MiB of them: {error.strerror}") from error
+    def take(
+        self,
+        step: int,
+        entries: Sequence[Entry],
+        extra: dict[str, Any],
+        least_complete: int,
+        writers: ThreadPoolExecutor,
+    ) -> float | None:
+        """Copy the state into a slot; returns the seconds that the loop waited, None if the snapshot was skipped.
 
-        return block
-
-    def _check_room(self, size: int) -> None:
-        """Raise NoRoom where two snapshots of that size a rank would take more than SHARE of what is free here."""
-        held = sum(slot.bytes_held for slot in self._slots) * self._ranks_per_node
-        needed, free = 2 * size * self._ranks_per_node, self._free() + held
-        if needed > SHARE * free:
-            raise NoRoom(f"they need {needed >> 20} MiB a node and may take {SHARE:.0%} of the {free >> 20} MiB free")
-
-    def complete(self, staged: Staged, step: int, extra: Callable[[], dict[str, Any]] | None) -> None:
-        """Make what was staged after `begin` the newest snapshot, on all ranks or on none. Collective.
-
-        Raises CheckpointError on all ranks where one cannot; `is_on` is off from then on where there is no room.
+        All ranks call it with the same `least_complete`, the least of their `complete`. It is skipped while a rank
+        still completes the one before: the newest complete one must stay, and there are two slots.
         """
-        slot, id = self._slots[self._next], SnapshotId(step, self._timeline, self._number)
-        self._ranks.all_or_none(lambda: _check(staged))
-        own = None if staged.no_room else _part_of(self._ranks.rank, staged, slot)
-        sent = None if own is None else _part_for_neighbour(own, staged)
-        self._agree_on_room(staged, slot, sent)
-        assert own is not None and sent is not None
-        described = self._ranks.on_main(extra if extra is not None else dict)
-        self._ranks.all_or_none(
-            lambda: slot.publish(
-                Contents(id, self._run, self._ranks.world_size, described, self._parts(own, sent, slot))
-            )
+        if self._future is not None and self._future.done():
+            self._future.result()  # raises the error of the thread
+        if self._slots is None or least_complete < self._number:
+            return None
+        began = time.monotonic()
+        slot = self._slots[(self._first + self._number) % 2]
+
+        def memory(data: int, header: int) -> torch.Tensor | None:
+            room = RECORD + (data + header) * (2 if self._nodes > 1 else 1)
+            room += -room % GROWTH
+            if self._ranks_have_no_room(room):
+                return None
+            slot.erase()
+            return torch.frombuffer(slot.memory(room, pin=self._stager.has_cuda), dtype=torch.uint8)[RECORD:]
+
+        staged = self._stager.stage_into(entries, memory)
+        if staged is None:
+            self._slots = None
+            return None
+        self._number += 1
+        number = self._number
+        seconds = time.monotonic() - began
+        names = [entry.name for entry in entries]
+        self._future = writers.submit(self._complete, slot, staged, number, step, names, extra)
+        return seconds
+
+    def _ranks_have_no_room(self, room: int) -> bool:
+        """True on all ranks if on any the slots would take too much of the node's free memory."""
+        assert self._slots is not None
+        present = sum(slot.size for slot in self._slots)
+        grows = self._slots[(self._first + self._number) % 2].size < room
+        needed = (2 * room - present) * self._place.local_world_size
+        lacks = grows and needed > SHARE * free_bytes()
+        if self._stager.ranks.anywhere(lacks):
+            if self._stager.ranks.is_main:
+                log.warning("no snapshots in memory: they would take more than a quarter of the free memory of a node")
+            return True
+        return False
+
+    def _complete(
+        self, slot: Slot, staged: Staged, number: int, step: int, entries: list[str], extra: dict[str, Any]
+    ) -> None:
+        """In the thread: checksums, the neighbour's copy, and last the record."""
+        if staged.ready is not None:
+            staged.ready.synchronize()
+        info = sums_of(staged)
+        memory = memoryview(slot.memory(0))
+        end = RECORD + staged.nbytes + len(staged.header)
+        memory[RECORD + staged.nbytes : end] = staged.header
+        mine = Record(
+            step=step,
+            attempt=self._attempt,
+            world_size=self._place.world_size,
+            rank=self._place.rank,
+            info=info.as_json(),
+            begin=RECORD,
+            entries=entries,
+            extra=settled(extra),
+            pickled=staged.pickled,
         )
-        self._complete = self._next
-        self._prepare(staged)
+        records = [mine]
+        if self._nodes > 1:
+            records.append(self._exchange(slot, mine, end))
+        slot.write(records)
+        self.complete, self.step = number, step
 
-    def _agree_on_room(self, staged: Staged, slot: Slot, sent: Part | None) -> None:
-        lengths = self._ranks.gather(sent.length if sent is not None else 0)
-        reason = staged.no_room
-        if reason is None:
-            try:
-                self._check_room(slot.data.numel() + (lengths[self._before] if self._has_neighbour else 0))
-                if self._has_neighbour:  # here, where all can agree: one that fails later leaves the others waiting
-                    slot.map_guest(lengths[self._before])
-            except (NoRoom, OSError) as error:
-                reason = str(error)
-        reasons = [reason for reason in self._ranks.gather(reason) if reason is not None]
-        if reasons:
-            self.is_on = False
-            raise CheckpointError(f"{reasons[0]}; none in this attempt")
+    def _exchange(self, slot: Slot, mine: Record, end: int) -> Record:
+        """Send this rank's shard to the next node, and keep the one that comes from the node before."""
+        by = self._place.local_world_size
+        text = json.dumps(vars(mine)).encode()
+        other = self._ranks.shift(torch.frombuffer(bytearray(text), dtype=torch.uint8), by)
+        theirs = Record(**json.loads(other.numpy().tobytes()))
+        begin = -(-end // PAGE) * PAGE
+        memory = torch.frombuffer(slot.memory(begin + theirs.info["size"]), dtype=torch.uint8)
+        self._ranks.shift(memory[RECORD:end], by, into=memory[begin : begin + theirs.info["size"]])
+        return Record(**{**vars(theirs), "begin": begin})
 
-    @property
-    def _has_neighbour(self) -> bool:
-        return self._ranks_per_node < self._ranks.world_size
+    # Restoring
 
-    @property
-    def _before(self) -> int:
-        """The rank of the node before this one that sends its part here."""
-        return (self._ranks.rank - self._ranks_per_node) % self._ranks.world_size
+    def newest(self, after: int | None) -> Source | None:
+        """Return the newest snapshot that the ranks have whole, if it is newer than `after`. All ranks call it.
 
-    def _parts(self, own: Part, sent: Part, slot: Slot) -> list[Part]:
-        """The rank's own part and, of a rank on the node before, what no other node has: with checksums."""
-        parts = [replace(own, crc32=zlib.crc32(raw(slot.data)))]
-        if self._has_neighbour:
-            parts.append(self._exchange(sent, slot))
-        return parts
+        On another number of ranks there is none: the disk's checkpoint serves any number.
+        """
+        present = {} if self._slots is None else self._records()
+        facts = [fact for fact in present if fact[0] not in self._refused]
+        holders = self._stager.ranks.gather(facts)
+        ranks = range(self._place.world_size)
+        states = {fact[:2] for facts in holders for fact in facts}
+        whole = [state for state in states if all(any((*state, rank) in facts for facts in holders) for rank in ranks)]
+        newest = max((state for state in whole if state[0] > (-1 if after is None else after)), default=None)
+        self._first = 0
+        if newest is None:
+            return None
+        if self._slots is not None:
+            keeps = [any((record.step, record.attempt) == newest for record in slot.records()) for slot in self._slots]
+            self._first = 1 if keeps[0] else 0
+        return self._source(newest, after, present, holders)
 
-    def _exchange(self, sent: Part, slot: Slot) -> Part:
-        described = self._ranks.shift(_as_tensor(pickle.dumps(sent)), self._ranks_per_node)
-        guest: Part = pickle.loads(raw(described))
-        memory = slot.map_guest(guest.length)
-        self._ranks.shift(slot.data[sent.start - DATA_AT :], self._ranks_per_node, memory)
-        moved = slot.guest_at - guest.start
-        return replace(
-            guest,
-            tensors=[(item, replace(extent, offset=extent.offset + moved)) for item, extent in guest.tensors],
-            start=slot.guest_at,
-            crc32=zlib.crc32(raw(memory)),
+    def _records(self) -> dict[Fact, tuple[Slot, Record]]:
+        assert self._slots is not None
+        return {
+            (record.step, record.attempt, record.rank): (slot, record)
+            for slot in self._slots
+            for record in slot.records()
+            if record.world_size == self._place.world_size
+        }
+
+    def _source(
+        self,
+        state: tuple[int, int],
+        after: int | None,
+        present: dict[Fact, tuple[Slot, Record]],
+        holders: Sequence[Sequence[Fact]],
+    ) -> Source | None:
+        """Bring each rank's shard to it, and return the snapshot as a source. None where a header is damaged."""
+        ranks, here, step = self._stager.ranks, self._place.rank, state[0]
+        if (mine := present.get((*state, here))) is not None:
+            slot, record = mine
+            file = FileIO(slot.descriptor, closefd=False)
+        for rank in range(self._place.world_size):
+            if (*state, rank) in holders[rank]:
+                continue
+            giver = next(number for number, facts in enumerate(holders) if (*state, rank) in facts)
+            if here == giver:
+                slot, theirs = present[state[0], state[1], rank]
+                text = json.dumps(vars(theirs)).encode()
+                ranks.send(torch.frombuffer(bytearray(text).ljust(RECORD), dtype=torch.uint8), rank)
+                data = memoryview(slot.memory(slot.size))[theirs.begin : theirs.begin + theirs.info["size"]]
+                ranks.send(torch.frombuffer(data, dtype=torch.uint8), rank)
+            elif here == rank:
+                head = torch.empty(RECORD, dtype=torch.uint8)
+                ranks.receive(head, giver)
+                record = Record(**{**json.loads(head.numpy().tobytes().rstrip(b" ")), "begin": 0})
+                file = FileIO(os.memfd_create("jobkit-snapshot"), "r+")
+                memory = Slot(file.fileno()).memory(record.info["size"])
+                ranks.receive(torch.frombuffer(memory, dtype=torch.uint8), giver)
+        info = ShardInfo.of_json(record.info)
+        header: bytes | None = os.pread(file.fileno(), info.header, record.begin + info.size - info.header)
+        try:
+            check_header(f"snapshot of step {step}", info, header or b"")
+        except Damaged:
+            header = None
+        facts = ranks.gather((info, header, record.pickled))
+        if any(fact[1] is None for fact in facts):
+            self._refused.add(step)
+            return self.newest(after)
+        name = "rank_{}.safetensors".format
+        manifest = Manifest(
+            step=step,
+            world_size=self._place.world_size,
+            shards={name(rank): fact[0] for rank, fact in enumerate(facts)},
+            entries=record.entries,
+            extra=ranks.broadcast(record.extra),
+            pickled=sorted({path for fact in facts for path in fact[2]}),
+        )
+        return Source(
+            manifest,
+            {name(rank): fact[1] for rank, fact in enumerate(facts)},
+            lambda _: nullcontext(ShardFile(file, record.begin)),
+            "memory",
+            local=frozenset([name(here)]),
         )
 
-    def _prepare(self, staged: Staged) -> None:
-        """Have the memory of the other slot before the loop needs it."""
-        with suppress(NoRoom):  # the next snapshot will say so
-            self._buffers[1 - self._next].lay_out(staged.layout, staged.device)
+    def wait(self) -> None:
+        """Return when the snapshot that was taken last is complete on this rank."""
+        if self._future is not None:
+            self._future.result()
 
-    def release(self) -> None:
-        """Give the memory back: when no more are taken, and nobody reads what was staged there."""
-        self._complete = None
-        self._buffers = [HostBuffers(), HostBuffers()]
-        for slot in self._slots:
-            slot.release()
+    def refuse(self, step: int) -> None:
+        """Take a snapshot for no good from now on: it did not verify."""
+        self._refused.add(step)
+        for slot in self._slots or ():
+            if any(record.step == step for record in slot.records()):
+                slot.erase()
 
-    # Finding one
-
-    def newest(self, at_least: int) -> Snapshot | None:
-        """The newest snapshot of at least so many steps that is whole and verified, or None. Collective."""
-        if self._candidates is None:
-            self._candidates = self._find_candidates()
-        while self._candidates and self._candidates[0].step >= at_least:
-            id = self._candidates.pop(0)
-            reports = self._ranks.gather(self._verified(id))
-            found = [(rank, part) for rank, (_, parts, _) in enumerate(reports) for part in parts]
-            contents = next(one for one, *_ in reports if one is not None)
-            problems = [problem for *_, more in reports for problem in more]
-            lacking = _lacking(contents.world_size, found)
-            if lacking is None:
-                return Snapshot(contents, found, self._slot_of(id))
-            self.refused.append((id.step, "; ".join([*problems, lacking])))
-        return None
-
-    def _find_candidates(self) -> list[SnapshotId]:
-        """The snapshots of the newest past that any rank has, newest first: a node that was away may have another."""
-        owners = [owner for slot in self._slots if (owner := slot.owner) is not None]
-        mine, damaged = [], []
-        for slot in self._slots:
-            try:
-                if (contents := slot.contents()) is not None and contents.run == self._run:
-                    mine.append(contents.id)
-            except DamagedSlot as error:
-                damaged.append((error.step, f"what rank {self._ranks.rank} says of it does not match its checksum"))
-        found = self._ranks.gather((max(owners, default=-1), mine, damaged))
-        newest = max(self._trained, *(owner for owner, *_ in found))
-        ids = {id for owner, ids, _ in found if owner == newest for id in ids}
-        left = {id.step for _, ids, _ in found for id in ids} - {id.step for id in ids}
-        self.refused += [one for *_, more in found for one in more]
-        self.refused += [(step, "the run has gone on without it") for step in sorted(left, reverse=True)]
-        return sorted(ids, key=lambda id: (id.step, id.number, id.timeline), reverse=True)
-
-    def _slot_of(self, id: SnapshotId) -> Slot | None:
-        for slot in self._slots:
-            with suppress(DamagedSlot):
-                if (contents := slot.contents()) is not None and contents.id == id:
-                    return slot
-        return None
-
-    def _verified(self, id: SnapshotId) -> tuple[Contents | None, list[Part], list[str]]:
-        """What this rank has of a snapshot: what it says of it, the parts that are good, what is wrong with others."""
-        slot = self._slot_of(id)
-        contents = slot.contents() if slot is not None else None
-        if slot is None or contents is None:
-            return None, [], []
-        problems = {part.rank: problem for part in contents.parts if (problem := slot.problem(part)) is not None}
-        good = [part for part in contents.parts if part.rank not in problems]
-        return replace(contents, parts=[]), good, list(problems.values())
-
-    def keep(self, snapshot: Snapshot | None) -> None:
-        """The attempt begins with this one, or from elsewhere: no other will ever be chosen."""
-        self._complete = None
-        for number, slot in enumerate(self._slots):
-            if snapshot is not None and slot is snapshot.slot:
-                self._complete = number
-            else:
-                slot.invalidate()
-            slot.set_owner(self._attempt)
-
-
-def _part_of(rank: int, staged: Staged, slot: Slot) -> Part:
-    base = slot.data.data_ptr()
-    tensors, pickled = [], []
-    for item, value in staged.items:
-        if isinstance(value, bytes):
-            pickled.append((item, value))
-        else:
-            offset = DATA_AT + (value.data_ptr() - base if value.numel() else 0)
-            tensors.append((item, Extent("", offset, value.nbytes, tuple(value.shape), value.dtype)))
-    return Part(rank, staged.keys, tensors, pickled, start=DATA_AT, length=slot.data.numel())
-
-
-def _check(staged: Staged) -> None:
-    if staged.problem is not None:
-        raise CheckpointError(staged.problem)
-
-
-def _part_for_neighbour(own: Part, staged: Staged) -> Part:
-    """What is not on every node: the tensors that were staged last, and all that is pickled, which is small."""
-    names = set(staged.own)
-    tensors = [(item, extent) for item, extent in own.tensors if item.index.fqn in names]
-    end = own.start + own.length
-    start = min((extent.offset for _, extent in tensors if extent.length), default=end)
-    return replace(own, tensors=tensors, start=start, length=end - start)
-
-
-def _as_tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _lacking(world_size: int, found: list[tuple[int, Part]]) -> str | None:
-    """What a snapshot lacks: a part of a rank that took it, or of a tensor; None where it is whole."""
-    parts = [part for _, part in found]
-    gone = sorted(set(range(world_size)) - {part.rank for part in parts})
-    if gone:
-        return f"nobody has what rank {', '.join(map(str, gone))} left"
-    there = {item.index.fqn for part in parts for item, _ in part.pickled}
-    chunks = {item.index: item.tensor_data for part in parts for item, _ in part.tensors}
-    sizes: Counter[str] = Counter()
-    for index, data in chunks.items():
-        assert data is not None
-        sizes[index.fqn] += prod(data.chunk.sizes)
-        if sizes[index.fqn] == prod(data.size):
-            there.add(index.fqn)
-    missing = sorted({key for part in parts for key in part.keys} - there)
-    return f"nobody has all of {missing[0]}" if missing else None
+    def end_restore(self) -> None:
+        """Count the snapshots of this attempt from here on."""
+        self._number = self.complete = 0

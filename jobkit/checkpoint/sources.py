@@ -1,265 +1,321 @@
-"""Where a checkpoint is read from, on all ranks together: the files of one on the disk, or a snapshot in memory.
+"""A checkpoint that a run can begin with: on the disk, or in the ranks' memory. Reading it is one thing for both.
 
-What several ranks need is read by one of them and sent to the others.
+    Source(manifest, headers, open) --read(entries)--> live tensors, checked; load_state_dict() of the rest
+
+All ranks call `read` together: it succeeds on all of them, or raises the same kind of error on all.
 """
 
 from __future__ import annotations
 
-import io
+import gc
+import json
+import math
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
-from functools import cached_property
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal
 
-import numpy as np
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan
+import torch
+import torch.distributed as dist
 
-from jobkit.checkpoint.index import Index, in_order
-from jobkit.checkpoint.memory import Snapshot
-from jobkit.checkpoint.storage import Extent, read_exactly
-from jobkit.checkpoint.targets import Run, Sink, Taker, Targets, is_whole, read_item, read_whole, runs
-from jobkit.checkpoint.transfer import Transfer, send_all
+from jobkit.checkpoint import shard
+from jobkit.checkpoint.live import Entry, Walker
+from jobkit.checkpoint.reading import (
+    Damaged,
+    ShardFile,
+    Sink,
+    Target,
+    agreed,
+    check_header,
+    read_targets,
+    targets_of,
+)
+from jobkit.checkpoint.shard import ShardInfo, Stored, parse_header
+from jobkit.checkpoint.staging import Stager, leaf_name
+from jobkit.checkpoint.store import Manifest
+from jobkit.errors import CheckpointError
 from jobkit.group import RankGroup
+from jobkit.run.files import foreign_owner
 
-Ranks = tuple[int, ...]
-FileOf = Callable[[Extent], io.RawIOBase | io.BytesIO]
-
-_PIECE = 64 << 20  # bytes that are worth a thread; small tensors, which need the GIL, come to less
-_THREADS = 4
+BUCKET = 32 << 20
+"""Bytes of tensors that one broadcast takes along."""
 
 
-class Source(Protocol):
-    """What a checkpoint is read from."""
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint, as all ranks know it."""
 
-    index: Index
+    manifest: Manifest
+    headers: Mapping[str, bytes]
+    """Of each shard."""
+    open: Callable[[str], AbstractContextManager[ShardFile]]
+    """Opens a shard by its name."""
+    where: Literal["disk", "memory"]
+    path: Path | None = None
+    may_unpickle: bool = True
+    local: frozenset[str] | None = None
+    """In memory: the shards that this rank alone can open; on a disk, None, all ranks can open all."""
+    pieces: dict[str, list[Stored]] = field(default_factory=dict)
+    """Of each shard, once its header is parsed."""
+    skeletons: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Of each shard, the bytes of its plain values."""
 
-    def read(self, targets: Targets) -> None:
-        """Fill the targets of all ranks; collective, and what goes wrong on one is raised on all."""
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    def read(self, entries: Sequence[Entry], stager: Stager, ranks: RankGroup) -> None:
+        """Read entries into their live objects. Raises Damaged, or CheckpointError where they do not fit; on all ranks.
+
+        `ranks` share the disk, or the memory, that is read from.
+        """
+        with _without_collections():
+            reading = agreed(ranks, lambda: _Reading(self, entries, stager, ranks))
+            reading.compare_ranks()
+            agreed(ranks, reading.read_checked)
+        reading.share()
+        agreed(ranks, reading.finish)
 
 
-class DiskSource:
-    """The files of a verified checkpoint: each byte is read by one rank, unless ranks want other rows of one."""
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Within it, Python does not look for garbage: 10,000 tensors make so many objects that it would take most of the
+    time, and none of them is garbage."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
-    def __init__(self, directory: Path, index: Index, ranks: RankGroup) -> None:
-        self.index = index
-        self._directory, self._ranks = directory, ranks
-        self._chunks = index.chunks
-        self._numbers = _Numbers([key for key, _ in self._chunks], lambda: in_order(index.metadata.storage_data))
 
-    def read(self, targets: Targets) -> None:
-        takers = self._numbers.takers(targets)
-        wanted: dict[int, Ranks] = {}
-        if self._ranks.world_size > 1:
-            whole = [number for number, taker in takers.items() if is_whole(taker, self._chunks[number][1])]
-            wanted = {
-                number: ranks
-                for number, ranks in _wanted(self._ranks, len(self._chunks), whole).items()
-                if len(ranks) > 1 and self._chunks[number][1].length
-            }
-        own = takers.keys() - {number for number, ranks in wanted.items() if self._ranks.rank in ranks}
-        mine = [(takers[number], self._chunks[number][1]) for number in sorted(own)]
-        with ExitStack() as opened:
-            files = _Files(self._directory, opened)
-            self._ranks.all_or_none(lambda: _read_own(lambda opened: _Files(self._directory, opened).of, mine, targets))
-            _send(
-                self._ranks,
-                [(number, ranks, ranks) for number, ranks in wanted.items()],
-                lambda number: self._chunks[number][1],
-                lambda number, start, data: files.read(self._chunks[number][1], start, data),
-                takers,
-                targets,
+def of_disk(folder: Path, ranks: RankGroup) -> Source:
+    """Return the checkpoint in a folder, its headers checked. All ranks of the disk call it. Raises Damaged."""
+
+    def look() -> tuple[Manifest, dict[str, bytes], bool]:
+        manifest = Manifest.read(folder)
+        if manifest is None:
+            raise Damaged(f"{folder.name} has no manifest that can be read")
+        headers, may_unpickle = {}, True
+        for name, info in manifest.shards.items():
+            try:
+                size = (folder / name).stat().st_size
+                with (folder / name).open("rb") as file:
+                    headers[name] = file.read(info.header)
+            except OSError as error:
+                raise Damaged(f"{folder.name}/{name}: {error.strerror}") from error
+            if size != info.size:
+                raise Damaged(f"{folder.name}/{name} has {size} bytes, and had {info.size} when it was written")
+            check_header(f"{folder.name}/{name}", info, headers[name])
+            may_unpickle = may_unpickle and foreign_owner(folder / name) is None
+        return manifest, headers, may_unpickle
+
+    content = agreed(ranks, lambda: look() if ranks.is_main else None)
+    manifest, headers, may_unpickle = ranks.broadcast(content)
+
+    @contextmanager
+    def opened(name: str) -> Iterator[ShardFile]:
+        with (folder / name).open("rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            yield ShardFile(file, manifest.shards[name].header)
+
+    return Source(manifest, headers, opened, "disk", folder, may_unpickle)
+
+
+class _Reading:
+    """One reading of some entries from a source, on this rank."""
+
+    def __init__(self, source: Source, entries: Sequence[Entry], stager: Stager, ranks: RankGroup) -> None:
+        self.source, self.entries, self.ranks = source, entries, ranks
+        self.place = stager.place
+        self.walkers = stager.walkers(entries)
+        self.files = shard.names(list(source.manifest.shards))
+        for name in self.files:
+            if name not in source.pieces:
+                source.pieces[name], source.skeletons[name] = parse_header(source.headers[name])
+        self.pieces = source.pieces
+        same = self.place.world_size == source.manifest.world_size
+        self.counterpart = self.place.rank if same else shard.rank_of(self.files[0])
+        """The rank of the checkpoint whose own state this rank takes: on another world size that of the disk's first
+        rank, rank 0 where all share a disk."""
+        self.sinks: dict[str, Sink] = {}
+        self.leaves: dict[str, dict[str, torch.Tensor]] = {}
+        self._shapes = self._all_shapes()
+        self._others: list[str] = []
+        """Leaves of the checkpoint that this rank has not: another stage's, or of zero1's other ranks."""
+        self._partial: set[str] = set()
+        """Leaves that some ranks alone have."""
+        self._missing: set[tuple[int, str]] = set()
+        """Pieces that this rank needs and cannot open: (number of the file, key)."""
+        for entry, walker in self.walkers:
+            self._adopt(entry, walker)
+        self.skeletons: dict[str, Any] = {}
+
+    def _all_shapes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        for pieces in self.pieces.values():
+            for stored in pieces:
+                piece = stored.piece
+                shapes[piece.name] = piece.dtype, piece.whole if piece.whole is not None else piece.shape
+        return shapes
+
+    def _adopt(self, entry: Entry, walker: Walker) -> None:
+        """Find the live tensors of an entry, and refuse a checkpoint that has others."""
+        saved: dict[str, str] = {}
+        for is_own in (False, True):
+            prefix = leaf_name(entry.name, "", self.counterpart if is_own else None)
+            saved |= {name[len(prefix) :]: name for name in self._shapes if name.startswith(prefix)}
+        if entry.scope == "shared" and self.place.world_size != self.source.manifest.world_size:
+            for name in self._shapes:  # buffers of a stage that rank 0 has not
+                rank, _, path = name.partition(f":{entry.name}/")
+                if path and rank.isdigit():
+                    saved.setdefault(path, name)
+        live = walker.adopt(None, {path: self._shapes[name] for path, name in saved.items()})
+        if missing := [path for path in live.leaves if path not in saved]:
+            raise CheckpointError(f"{entry.name}: the checkpoint of step {self.source.step} has no {_some(missing)}")
+        self._others += [name for path, name in saved.items() if path not in live.leaves]
+        self.leaves[entry.name] = live.leaves
+        for path, leaf in live.leaves.items():
+            sink = Sink(saved[path], leaf)
+            dtype, shape = self._shapes[saved[path]]
+            sink.check(dtype, shape)
+            self.sinks[saved[path]] = sink
+
+    def compare_ranks(self) -> None:
+        """Find out which leaves some ranks alone have. Raises CheckpointError for one that none has. Collective."""
+        if not self.ranks.anywhere(bool(self._others)):
+            return
+        present = [set(names) for names in self.ranks.gather(list(self.sinks))]
+        unknown = sorted(set(self._others).difference(*present))
+        if self.ranks.anywhere(bool(unknown)):
+            names = next(names for names in self.ranks.gather(unknown) if names)
+            raise CheckpointError(
+                f"the checkpoint of step {self.source.step} has {_some(names)}, and the code does not"
             )
+        self._partial = set().union(*present) - set.intersection(*present)
 
+    def read_checked(self) -> None:
+        """Read this rank's part of the files. Raises Damaged."""
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            for number, name in enumerate(self.files):
+                wanted = {
+                    piece: sink
+                    for piece, sink in self.sinks.items()
+                    if not self._is_shared(piece) or self._reader(number) == self.ranks.rank
+                }
+                targets = targets_of(self.pieces[name], wanted)
+                text = bytearray()
+                if name == f"rank_{self.counterpart}.safetensors":
+                    begin, end = self.source.skeletons[name]
+                    text = bytearray(end - begin)
+                    targets = sorted([*targets, Target(begin, memoryview(text))], key=lambda target: target.begin)
+                if not targets:
+                    continue
+                if self.source.local is not None and name not in self.source.local:
+                    self._note_missing(number, name, wanted)
+                    continue
+                info: ShardInfo = self.source.manifest.shards[name]
+                with self.source.open(name) as file:
+                    read_targets(file, f"step_{self.source.step:08d}/{name}", info, targets, pool)
+                if text:
+                    self.skeletons = json.loads(text)
+        self._check_whole()
 
-class MemorySource:
-    """A verified snapshot in memory: what a rank needs and has not itself is sent by one that has."""
-
-    def __init__(self, snapshot: Snapshot, ranks: RankGroup) -> None:
-        self._slot, self._ranks = snapshot.slot, ranks
-        items = {item.index: item for _, part in snapshot.found for item, _ in [*part.tensors, *part.pickled]}
-        self.index = Index.of(create_default_global_save_plan([SavePlan(list(items.values()))])[1])
-        # Of what several nodes have, that of the first rank, as in a checkpoint.
-        self._pickled = {item.index.fqn: data for _, part in reversed(snapshot.found) for item, data in part.pickled}
-        self._places: dict[MetadataIndex, dict[int, Extent]] = {}
-        """Where each tensor, or chunk of one, lies: the place in the slot of every rank that has it."""
-        for rank, part in snapshot.found:
-            for item, extent in part.tensors:
-                self._places.setdefault(item.index, {})[rank] = extent
-        self._chunks = list(self._places.values())
-        self._numbers = _Numbers([index.fqn for index in self._places], lambda: self._places)
-
-    def read(self, targets: Targets) -> None:
-        here = self._ranks.rank
-        pickled = [key for key in targets.whole if key in self._pickled]
-        targets.found |= {key: self._pickled[key] for key in pickled}
-        takers = self._numbers.takers(targets, without=set(pickled))
-        own, missing = [], {}
-        for number, taker in takers.items():
-            some = next(iter(self._chunks[number].values()))
-            extent = self._chunks[number].get(here) if some.length else some  # of an empty one there is nothing to read
-            if extent is None:
-                missing[number] = taker
+    def _check_whole(self) -> None:
+        """Raise Damaged for a leaf of which a part is in no file: on another disk, or with a rank that is gone."""
+        stored: dict[str, dict[str, int]] = {}
+        for pieces in self.pieces.values():
+            for piece in (item.piece for item in pieces):
+                if piece.whole is not None:
+                    stored.setdefault(piece.name, {})[piece.key] = math.prod(piece.shape)
+        for name, sink in self.sinks.items():
+            if self._is_shared(name):
+                is_whole = name not in stored or sum(stored[name].values()) >= sink.buffer.numel()
             else:
-                own.append((taker, extent))
-        own.sort(key=lambda pair: pair[1].offset)
-        with self._open() as file:
-            self._ranks.all_or_none(lambda: _read_own(self._file_of, own, targets))
-            wanted = _wanted(self._ranks, len(self._chunks), list(missing))
-            _send(
-                self._ranks,
-                [(number, tuple(self._chunks[number]), ranks) for number, ranks in wanted.items()],
-                lambda number: next(iter(self._chunks[number].values())),
-                lambda number, start, data: read_exactly(file, self._chunks[number][here].offset + start, data),
-                missing,
-                targets,
-            )
+                is_whole = sink.filled >= sink.buffer.nbytes
+            if not is_whole:
+                raise Damaged(f"the checkpoint of step {self.source.step} has only a part of {name} here")
 
-    def _file_of(self, opened: ExitStack) -> FileOf:
-        file = self._open()
-        opened.enter_context(file)
-        return lambda _: file
+    def _note_missing(self, number: int, name: str, wanted: Mapping[str, Sink]) -> None:
+        """Note the pieces that another rank's memory has, where this rank has the same part as that rank."""
+        for stored in self.pieces[name]:
+            sink = wanted.get(stored.piece.name)
+            if sink is None or not sink.needs(stored):
+                continue
+            if not sink.has_same_box(stored.piece):
+                raise Damaged(f"the snapshot of step {self.source.step} divides {stored.piece.name} in another way")
+            self._missing.add((number, stored.piece.key))
 
-    def _open(self) -> io.RawIOBase | io.BytesIO:
-        """This rank's slot; opened again, for the position in an inherited file is the parent's too."""
-        return io.BytesIO() if self._slot is None else Path(f"/proc/self/fd/{self._slot.file}").open("rb", buffering=0)
+    def _is_shared(self, name: str) -> bool:
+        """True for a leaf that every rank has whole: one rank reads it, and gives it to the others."""
+        is_own = name.partition("/")[0].count(":") > 0
+        is_whole = name not in self._partial and self.sinks[name].offset is None
+        return self.ranks.world_size > 1 and not is_own and is_whole
 
+    def _reader(self, number: int) -> int:
+        return number % self.ranks.world_size
 
-class _Numbers:
-    """The saved objects by number: of a key that has one, and of each chunk of a tensor."""
+    def share(self) -> None:
+        """Give the shared leaves that this rank has read to the others, and take theirs."""
+        for number, name in enumerate(self.files):
+            parts = [
+                self.sinks[stored.piece.name].part(stored.piece)
+                for stored in self.pieces[name]
+                if stored.piece.name in self.sinks and self._is_shared(stored.piece.name)
+            ]
+            for bucket in _buckets(parts):
+                self._broadcast(bucket, self._reader(number))
+        if self.source.local is not None:
+            self._share_copies()
 
-    def __init__(self, keys: Sequence[str], chunks: Callable[[], Iterable[MetadataIndex]]) -> None:
-        """`keys` are those of all objects; the first of these are the `chunks`."""
-        self._chunks = chunks
-        self._of_key = dict(zip(keys, range(len(keys)), strict=True))
+    def _share_copies(self) -> None:
+        """In memory each part is with one rank: give it to the other ranks that have a copy of it (hsdp, zero1)."""
+        for number, key in sorted(set().union(*self.ranks.gather(self._missing))):
+            (piece,) = [stored.piece for stored in self.pieces[self.files[number]] if stored.piece.key == key]
+            sink = self.sinks.get(piece.name)
+            if sink is not None and sink.has_same_box(piece):
+                part = sink.buffer
+            else:
+                part = torch.empty(piece.shape, dtype=piece.dtype)
+            self._broadcast([part], number)
 
-    @cached_property
-    def _of_chunk(self) -> dict[MetadataIndex, int]:
-        return {index: number for number, index in enumerate(self._chunks())}
+    def _broadcast(self, parts: list[torch.Tensor], source: int) -> None:
+        if len(parts) == 1 and parts[0].is_contiguous():
+            dist.broadcast(parts[0], group=self.ranks.group, group_src=source)
+            return
+        flat = torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
+        dist.broadcast(flat, group=self.ranks.group, group_src=source)
+        if self.ranks.rank != source:
+            begin = 0
+            for part in parts:
+                end = begin + part.numel() * part.itemsize
+                part.copy_(flat[begin:end].view(part.dtype).view(part.shape))  # a box of a whole tensor has gaps
+                begin = end
 
-    def takers(self, targets: Targets, without: Collection[str] = ()) -> dict[int, Taker]:
-        """What takes each object of which this rank wants something, but for some keys."""
-        takers: dict[int, Taker] = {self._of_key[key]: key for key in targets.whole if key not in without}
-        for item in targets.items:
-            some = takers.setdefault(self._of_chunk[item.storage_index], [])
-            assert isinstance(some, list)  # a key has its tensor whole, or parts of it
-            some.append(item)
-        return takers
-
-
-def _read_own(open_files: Callable[[ExitStack], FileOf], own: Sequence[tuple[Taker, Extent]], targets: Targets) -> None:
-    """What this rank reads for itself alone, in the order of the files.
-
-    What comes into new memory is read in several threads where there is much of it: most of the time the system gives
-    out that memory, page by page, while no thread needs the GIL.
-    """
-
-    def read(piece: list[Run]) -> None:
-        with ExitStack() as opened:  # again for each piece: an open file has one position
-            read_whole(open_files(opened), piece, targets)
-
-    whole: list[Any] = [pair for pair in own if isinstance(pair[0], str)]
-    _each(_pieces(runs(whole)), read)
-    with ExitStack() as opened:
-        file_of = open_files(opened)
-        for taker, extent in own:
-            if not isinstance(taker, str):
-                for item in taker:
-                    read_item(file_of(extent), extent, item, targets)
-
-
-def _pieces(whole: Iterable[Run]) -> list[list[Run]]:
-    pieces: list[list[Run]] = [[]]
-    nbytes = 0
-    for run in whole:
-        pieces[-1].append(run)
-        nbytes += run[-1][1].offset + run[-1][1].length - run[0][1].offset
-        if nbytes >= _PIECE:
-            pieces.append([])
-            nbytes = 0
-    return [piece for piece in pieces if piece]
+    def finish(self) -> None:
+        """Copy to devices, and give objects their plain values."""
+        for sink in self.sinks.values():
+            sink.finish()
+        for entry, walker in self.walkers:
+            skeleton = self.skeletons.get(f"{self.counterpart}:{entry.name}")
+            walker.finish(skeleton, self.leaves[entry.name], may_unpickle=self.source.may_unpickle)
 
 
-def _each(pieces: Sequence[list[Run]], read: Callable[[list[Run]], None]) -> None:
-    """Read the pieces, in several threads if there are several and the CPUs for it."""
-    threads, running = min(len(pieces), _THREADS, _cpus()), []
-    if threads > 1:
-        with suppress(RuntimeError), ThreadPoolExecutor(threads, "checkpoint-read") as pool:
-            running = [pool.submit(read, piece) for piece in pieces]  # refused where no thread can be started
-    for one in running:
-        one.result()
-    if not running:
-        for piece in pieces:
-            read(piece)
+def _buckets(parts: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    buckets: list[list[torch.Tensor]] = []
+    size = BUCKET
+    for part in parts:
+        if size >= BUCKET:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(part)
+        size += part.numel() * part.itemsize
+    return buckets
 
 
-def _cpus() -> int:
-    """How many this rank may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-
-
-class _Files:
-    """The files of a checkpoint, each opened once."""
-
-    def __init__(self, directory: Path, opened: ExitStack) -> None:
-        self._directory, self._opened = directory, opened
-        self._files: dict[str, io.RawIOBase] = {}
-
-    def of(self, extent: Extent) -> io.RawIOBase:
-        if extent.file not in self._files:
-            file = (self._directory / extent.file).open("rb", buffering=0)
-            self._files[extent.file] = self._opened.enter_context(file)
-        return self._files[extent.file]
-
-    def read(self, extent: Extent, start: int, data: memoryview) -> None:
-        read_exactly(self.of(extent), extent.offset + start, data)
-
-
-def _wanted(ranks: RankGroup, count: int, numbers: Iterable[int]) -> dict[int, Ranks]:
-    """Which ranks want which of `count` chunks, where any does; this one wants `numbers`. Collective."""
-    if ranks.world_size == 1:
-        return dict.fromkeys(numbers, (0,))
-    mine = np.zeros(count, np.uint8)
-    mine[list(numbers)] = 1
-    packed = ranks.gather(np.packbits(mine).tobytes())
-    table = np.stack([np.unpackbits(np.frombuffer(bits, np.uint8), count=count) for bits in packed], axis=1)
-    known: dict[bytes, Ranks] = {}  # few are different
-    found = {}
-    for number in np.flatnonzero(table.any(axis=1)).tolist():
-        row = table[number]
-        key = row.tobytes()
-        if key not in known:
-            known[key] = tuple(np.flatnonzero(row).tolist())
-        found[number] = known[key]
-    return found
-
-
-def _send(
-    ranks: RankGroup,
-    chunks: Iterable[tuple[int, Ranks, Ranks]],
-    extent: Callable[[int], Extent],
-    read: Callable[[int, int, memoryview], None],
-    takers: Mapping[int, Taker],
-    targets: Targets,
-) -> None:
-    """Send chunks, each as (number, ranks that can read it, ranks that want it), to what takes them there."""
-    order = sorted(chunks, key=lambda chunk: (chunk[1], chunk[2], chunk[0]))
-    sinks: dict[int, Sink] = {}
-
-    def take(position: int, start: int, data: memoryview) -> None:
-        number = order[position][0]
-        if number not in sinks:
-            sinks[number] = Sink(extent(number), takers[number], targets)
-        if sinks[number].take(start, data):
-            del sinks[number]
-
-    send_all(
-        ranks,
-        [Transfer(extent(number).length, holders, receivers) for number, holders, receivers in order],
-        lambda position, start, data: read(order[position][0], start, data),
-        take,
-    )
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,384 +1,403 @@
-"""The copy the training loop waits for: tensors into host memory that is reused from save to save."""
+"""The copy that the training loop waits for: this rank's part of a checkpoint, in host memory that is kept.
+
+    entries --walkers--> leaves --divide--> pieces --one _foreach_copy_--> slab (or a slot in memory)
+                                                                           |
+    loop goes on                                                     Staged, for write_shard
+
+Tensors that all ranks have alike are divided over the ranks by bytes, by a pure function. The layout is worked out
+again only when names, shapes or dtypes change. checkpointer.py calls this; nothing here touches a disk.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
+import json
+import math
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+import xxhash
 from torch.distributed.tensor import DTensor
 
-from jobkit.checkpoint.known_tree import Flat, KnownTree
-from jobkit.checkpoint.state import escape
-from jobkit.checkpoint.storage import begin_at
-from jobkit.run.device_kinds import has_streams
+from jobkit.checkpoint.live import Entry, Live, Walker, names_of, walker_of
+from jobkit.errors import CheckpointError
+from jobkit.group import RankGroup
 
-_SLAB = 256 << 20  # torch rounds pinned memory up to a power of two: slabs of one waste nothing
+PAGE = 4096
 
-SHARED, LOCAL = "shared", "local"
+DTYPES = {
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+    torch.complex64: "C64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The dtypes of safetensors, by torch's."""
 
-
-def tree_key(kind: str, name: str) -> str:
-    """The key of a tree's skeleton; those of its tensors are this, a slash and the tensor's path."""
-    return f"{kind}.{escape(name)}"
-
-
-def local_key(rank: int) -> str:
-    """The key of the tree that belongs to one rank."""
-    return tree_key(LOCAL, f"{rank:05d}")
-
-
-Layout = dict[str, tuple[torch.Size, torch.dtype]]
-
-
-class NoRoom(Exception):
-    """A snapshot in memory would take more of the host's memory than it may."""
+SKELETONS = "__skeletons__"
+"""The last tensor of a shard: the plain values of its entries, as JSON."""
 
 
 @dataclass(frozen=True)
-class Copied:
-    """What is known of the tensors of a copy; none of it changes."""
+class Place:
+    """Where a rank is among the others, for the division of a checkpoint."""
 
-    layout: Layout
-    devices: tuple[torch.device, ...]
-    are_plain: bool
-    """Whether they are all dense ones on the CPU, and of no class of its own."""
-    nbytes: int
+    rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    disks: tuple[tuple[int, ...], ...] = ()
+    """The ranks by disk, where nodes have disks of their own; empty where all share a disk."""
 
-    @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor]) -> Copied:
-        layout = {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}
-        devices = tuple(dict.fromkeys(tensor.device for tensor in tensors.values()))  # few, of many thousand tensors
-        dense = set(map(type, tensors.values())) <= {torch.Tensor, torch.nn.Parameter}
-        on_cpu = bool(tensors) and all(device.type == "cpu" for device in devices)
-        nbytes = sum(shape.numel() * dtype.itemsize for shape, dtype in layout.values())
-        return cls(layout, devices, dense and on_cpu, nbytes)
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The ranks that write to this rank's disk."""
+        return next((disk for disk in self.disks if self.rank in disk), tuple(range(self.world_size)))
 
 
-class HostBuffers:
-    """Host memory laid out for one set of tensors; laid out again only when names, shapes or dtypes change.
+@dataclass(frozen=True)
+class Piece:
+    """A part of a leaf that this rank writes: elements `begin` to `end` of a flat tensor, or a box of a DTensor."""
 
-    `block` gives memory, as uint8 [size], for all tensors in one piece, page-locked for a device where there is one;
-    without it they lie in as much private memory as they need.
-    """
+    name: str
+    """`<entry>/<path>`; of an entry of this rank alone `<rank>:<entry>/<path>`."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """Of the piece."""
+    begin: int = 0
+    """First element, where the leaf is divided."""
+    whole: tuple[int, ...] | None = None
+    """Shape of the leaf, where the piece is a part of it."""
+    offset: tuple[int, ...] | None = None
+    """Where a box begins in the leaf, in each dimension; None for a range of elements."""
 
-    def __init__(self, block: Callable[[int, torch.device | None], torch.Tensor] | None = None) -> None:
-        self._block = block
-        self._layout: Layout = {}
-        self._views: dict[str, torch.Tensor] = {}
-        self._ordered: list[torch.Tensor] = []
-        """The views in the order of the layout."""
+    @property
+    def key(self) -> str:
+        """The name of the piece in the file."""
+        if self.offset is not None:
+            return f"{self.name}@{','.join(map(str, self.offset))}"
+        return self.name if self.whole is None else f"{self.name}#{self.begin}"
 
-    def copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copies of the tensors, complete on return, valid until the next call."""
-        return self.copy_as(Copied.of(tensors), list(tensors.values()))
-
-    def copy_as(self, what: Copied, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """`copy` of tensors that are known to be those, in their order."""
-        devices = {device for device in what.devices if has_streams(device.type)}
-        self.lay_out(what.layout, next(iter(devices), None))
-        for device in devices:  # also of streams that the program has made itself
-            torch.get_device_module(device).synchronize(device)
-        with torch.no_grad():
-            if what.are_plain and not devices:  # by one call: of small tensors calls take longer than copies
-                torch._foreach_copy_(self._ordered, tensors)
-            else:
-                for target, tensor in zip(self._ordered, tensors, strict=True):
-                    # Of other devices, as mps, nothing tells when such a copy is complete.
-                    target.copy_(tensor, non_blocking=tensor.device in devices)
-        for device in devices:
-            torch.get_device_module(device).current_stream(device).synchronize()
-        return self._views
-
-    def lay_out(self, layout: Layout, device: torch.device | None) -> None:
-        """Take memory for tensors of these shapes and dtypes, which come from a device, unless there is just that."""
-        if layout is self._layout:
-            return
-        if layout != self._layout:
-            self._layout, self._views, self._ordered = {}, {}, []  # the old memory goes before the new comes
-            with torch.inference_mode(False):  # what is made in it cannot be copied to once it is left
-                self._views = _allocate(layout, device, self._block)
-        self._layout, self._ordered = layout, [self._views[key] for key in layout]
-
-
-def _allocate(
-    layout: Layout, device: torch.device | None, block: Callable[[int, torch.device | None], torch.Tensor] | None
-) -> dict[str, torch.Tensor]:
-    sizes = {key: shape.numel() * dtype.itemsize for key, (shape, dtype) in layout.items()}
-    left = sum(_at_most(size) for size in sizes.values())
-    slab, used = block(left, device) if block is not None else torch.empty(0, dtype=torch.uint8), 0
-    views = {}
-    for key, (shape, dtype) in layout.items():
-        start = begin_at(used, sizes[key])
-        if start + sizes[key] > slab.numel():
-            size = min(left, _SLAB) if device is not None else left
-            slab, used, start = _memory(max(size, sizes[key]), pin=device is not None), 0, 0
-        if start > used:
-            slab[used:start].zero_()  # it is written into the checkpoint, too
-        views[key] = slab[start : start + sizes[key]].view(dtype).view(shape)
-        used = start + sizes[key]
-        left -= _at_most(sizes[key])
-    return views
-
-
-def _at_most(size: int) -> int:
-    """Bytes that a tensor of so many takes together with those that are left free before it."""
-    return size + begin_at(1, size)
-
-
-def _memory(size: int, pin: bool) -> torch.Tensor:
-    if pin:
-        try:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError:
-            pass  # the host has no more memory to pin: a slower copy is better than no checkpoint
-    block = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):
-        block.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults in the first copy
-    return torch.frombuffer(block, dtype=torch.uint8)
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass
 class Staged:
-    """This rank's part of one save: what it will write, and what the ranks must agree on."""
+    """This rank's part of one save: a header and the data after it, as the shard will have them."""
 
-    described: list[tuple[WriteItem, str]] = field(default_factory=list)
-    """Of each tensor, or chunk of one, its key: those that have not changed are the same objects at the next save."""
-    copies: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    skeletons: dict[str, tuple[WriteItem, Callable[[], bytes]]] = field(default_factory=dict)
-    shared: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
-    """Of each shared tree, the ranks that hold it and a digest of its names, shapes and dtypes."""
+    prefix: str
+    """The part of the header that does not change from save to save."""
+    tensor_bytes: int
+    data: torch.Tensor
+    """uint8 [nbytes], page-aligned; valid until the next copy into the same memory."""
+    ready: torch.cuda.Event | None = None
+    """On a GPU: when the copies have arrived."""
+    pickled: list[str] = field(default_factory=list)
     nbytes: int = 0
-    keys: frozenset[str] = frozenset()
-    """What the trees that this rank has consist of, be it staged here or on another rank."""
-    own: list[str] = field(default_factory=list)
-    """The keys of the tensors that are not on every node, which are staged last."""
-    layout: Layout = field(default_factory=dict)
-    device: torch.device | None = None
-    """Where tensors were copied from, unless it is the CPU."""
-    no_room: str | None = None
-    """Why there is no memory in which it could outlive the rank."""
-    problem: str | None = None
-    """Why the state could not be copied: makes the save fail on all ranks."""
 
     @cached_property
-    def items(self) -> list[tuple[WriteItem, torch.Tensor | bytes]]:
-        """For the writing thread: the loop does not wait for it."""
-        items: list[tuple[WriteItem, torch.Tensor | bytes]] = []
-        items.extend([(item, self.copies[key]) for item, key in self.described])
-        items.extend([(item, skeleton()) for item, skeleton in self.skeletons.values()])
-        return items
+    def header(self) -> bytes:
+        """The header, a multiple of a page long; the writer's thread makes it, while the loop goes on."""
+        return _header(self.prefix, self.tensor_bytes, self.nbytes)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """What one rank copies of trees of a form: kept for as long as they have it, for it takes longer than the copy."""
+def divide(sizes: Sequence[int], parts: int) -> list[list[tuple[int, int, int]]]:
+    """Return for each part the (item, begin, end) that it gets, balanced to one element.
 
-    forms: dict[str, object]
-    holders: dict[str, tuple[int, ...]]
-    picked: list[tuple[str, list[int]]]
-    """From which tree which tensors, by their positions, one after the other."""
-    has_parts: bool
-    """Whether there are DTensors, of which this rank's part is copied."""
-    copied: Copied
-    described: list[tuple[WriteItem, str]]
-    skeletons: dict[str, WriteItem]
-    shared: dict[str, tuple[tuple[int, ...], str]]
-    keys: frozenset[str]
-    own: list[str]
-
-    def is_of(self, flat: Mapping[str, Flat], holders: Mapping[str, tuple[int, ...]]) -> bool:
-        """Whether the trees have the form, and are held by the ranks, that this was made for."""
-        return {prefix: one.form for prefix, one in flat.items()} == self.forms and holders == self.holders
-
-    def chosen(self, flat: Mapping[str, Flat]) -> list[torch.Tensor]:
-        """What is copied, of DTensors this rank's part, in the order of the layout."""
-        found: list[torch.Tensor] = []
-        for prefix, positions in self.picked:
-            found += map(flat[prefix].tensors.__getitem__, positions)
-        return list(map(_local, found)) if self.has_parts else found
+    divide([3, 5], 2)      # [[(0, 0, 3), (1, 0, 1)], [(1, 1, 5)]]
+    """
+    total = sum(sizes)
+    result: list[list[tuple[int, int, int]]] = [[] for _ in range(parts)]
+    before = 0
+    for item, size in enumerate(sizes):
+        for part in range(parts):
+            low, high = total * part // parts, total * (part + 1) // parts
+            begin, end = max(low, before), min(high, before + size)
+            if begin < end:
+                result[part].append((item, begin - before, end - before))
+        before += size
+    return result
 
 
 class Stager:
-    """Decides which tensors this rank stages and copies those. It talks to no other rank.
+    """Copies a run's state, from save to save into the same memory.
 
-    `ranks_per_node`: how many ranks share a node, numbered node by node. `number`: by which the rank's own tree is
-    known, where it is not `rank`.
+    staged = Stager(Place(), RankGroup.alone()).stage([Entry(name="model", live=model)])
     """
 
-    def __init__(self, rank: int, world_size: int, ranks_per_node: int = 1, number: int | None = None) -> None:
-        self._rank = rank
-        self._own = local_key(rank if number is None else number)
-        self._world_size = world_size
-        self._ranks_per_node = ranks_per_node
-        self._owners: dict[str, tuple[tuple[list[int], Sequence[int]], list[int]]] = {}
-        self._chunks: dict[str, tuple[Any, list[WriteItem]]] = {}
-        self._digests: dict[str, tuple[list[Any], str]] = {}
-        self._trees: dict[str, KnownTree] = {}
-        self._plans: dict[bool, _Plan] = {}
+    def __init__(self, place: Place, ranks: RankGroup) -> None:
+        self.place, self.ranks = place, ranks
+        self._walkers: dict[str, tuple[Entry, Walker]] = {}
+        self._forms: dict[str, list[tuple[Any, ...]]] = {}
+        """Name, dtype, shape and placement of each leaf, by entry."""
+        self._versions: dict[str, tuple[int, int]] = {}
+        """The walker of each entry, and its version, at the last copy."""
+        self._pieces: list[Piece] = []
+        self._numbers: dict[str, list[int]] = {}
+        """The pieces of each leaf."""
+        self._sources: list[torch.Tensor] = []
+        self._targets: list[torch.Tensor] = []
+        self._slab: torch.Tensor | None = None
+        self._target: torch.Tensor | None = None
+        """The memory that the targets are views of."""
+        self._prefix = ""
+        self._tensor_bytes = 0
+        self.has_cuda = False
+        """True where the copies are to be pinned: tensors of a GPU are among them."""
 
-    def stage(
-        self,
-        shared: Mapping[str, Any],
-        local: Any,
-        held_by: Mapping[str, Sequence[int]],
-        buffers: HostBuffers,
-        *,
-        on_each_node: bool = False,
-    ) -> Staged:
-        """Copy this rank's part of the trees; a failure is a `problem`, for the other ranks to learn of.
+    def walkers(self, entries: Sequence[Entry]) -> list[tuple[Entry, Walker]]:
+        """Return the walker of each entry; it is kept as long as the entry has the same object.
 
-        Replicated tensors are divided among the ranks of the world; with `on_each_node` among those of each node, so
-        that every node has them all.
+        An optimizer's parameters have the names that the modules known until then give them.
         """
-        staged = Staged()
-        try:
-            with torch.no_grad():
-                self._stage(staged, shared, local, held_by, buffers, on_each_node)
-        except NoRoom as error:
-            staged.no_room = str(error)
-        except Exception as error:
-            staged.problem = f"the state cannot be copied: {type(error).__name__}: {error}"
+        known = [*(entry for entry, _ in self._walkers.values()), *entries]
+        modules = [(entry.name, entry.live) for entry in known if isinstance(entry.live, torch.nn.Module)]
+        names: dict[int, str] | None = None
+        for entry in entries:
+            present = self._walkers.get(entry.name)
+            if present is None or present[0].live is not entry.live:
+                names = names_of(modules) if names is None else names
+                self._walkers[entry.name] = (entry, walker_of(entry, names))
+        return [self._walkers[entry.name] for entry in entries]
+
+    def stage(self, entries: Sequence[Entry]) -> Staged:
+        """Return this rank's copy of the state, in the kept slab. All ranks call it."""
+        staged = self.stage_into(entries, lambda size, header: self._kept(size))
+        assert staged is not None
         return staged
 
-    def _stage(
-        self,
-        staged: Staged,
-        shared: Mapping[str, Any],
-        local: Any,
-        held_by: Mapping[str, Sequence[int]],
-        buffers: HostBuffers,
-        on_each_node: bool,
-    ) -> None:
-        trees = {tree_key(SHARED, name): tree for name, tree in shared.items()}
-        holders = {tree_key(SHARED, name): tuple(held_by.get(name, range(self._world_size))) for name in shared}
-        trees[self._own] = local
-        flat = {prefix: self._trees.setdefault(prefix, KnownTree()).flatten(tree) for prefix, tree in trees.items()}
-        plan = self._plans.get(on_each_node)
-        if plan is None or not plan.is_of(flat, holders):
-            plan = self._plans[on_each_node] = self._plan(flat, holders, on_each_node)
-        staged.shared, staged.keys, staged.own = plan.shared, plan.keys, plan.own
-        staged.copies = buffers.copy_as(plan.copied, plan.chosen(flat))
-        staged.nbytes, staged.layout, staged.described = plan.copied.nbytes, plan.copied.layout, plan.described
-        staged.device = next((device for device in plan.copied.devices if has_streams(device.type)), None)
-        staged.skeletons = {prefix: (item, flat[prefix].skeleton) for prefix, item in plan.skeletons.items()}
+    def stage_into(self, entries: Sequence[Entry], memory: Callable[[int, int], torch.Tensor | None]) -> Staged | None:
+        """Return this rank's copy of the state, in memory of the caller's. All ranks call it.
 
-    def _plan(self, flat: Mapping[str, Flat], holders: Mapping[str, tuple[int, ...]], on_each_node: bool) -> _Plan:
-        """What this rank copies of these trees."""
-        replicated: dict[str, tuple[str, int]] = {}
-        own: dict[str, tuple[str, int]] = {}
-        skeletons: list[str] = []
-        shared: dict[str, tuple[tuple[int, ...], str]] = {}
-        for prefix, ranks in holders.items():
-            tensors = flat[prefix].tensors
-            shared[prefix] = (ranks, self._digest(prefix, flat[prefix]) if self._world_size > 1 else "")
-            everywhere = len({self._node(rank) for rank in ranks}) * self._ranks_per_node == self._world_size
-            here = ranks
-            if on_each_node:
-                here = tuple(rank for rank in ranks if self._node(rank) == self._node(self._rank))
-            if self._rank == here[0]:
-                skeletons.append(prefix)
-            for position in self._owned(prefix, tensors, here):
-                kind = replicated if everywhere and not isinstance(tensors[position], DTensor) else own
-                kind[f"{prefix}/{flat[prefix].names[position]}"] = (prefix, position)
-        skeletons.append(self._own)
-        mine = flat[self._own]
-        own.update((f"{self._own}/{name}", (self._own, position)) for position, name in enumerate(mine.names))
-        picked = replicated | own
-        tensors_of = {key: flat[prefix].tensors[position] for key, (prefix, position) in picked.items()}
-        return _Plan(
-            forms={prefix: one.form for prefix, one in flat.items()},
-            holders=dict(holders),
-            picked=_by_tree(picked),
-            has_parts=any(isinstance(tensor, DTensor) for tensor in tensors_of.values()),
-            copied=Copied.of({key: _local(tensor) for key, tensor in tensors_of.items()}),
-            described=[(item, key) for key, tensor in tensors_of.items() for item in self._items_of(key, tensor)],
-            skeletons={key: WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in skeletons},
-            shared=shared,
-            keys=frozenset(key for prefix, one in flat.items() for key in _keys(prefix, one)),
-            own=list(own),
-        )
+        `memory` is asked for page-aligned uint8 memory with the bytes of the data, and of the header that may come
+        after them; nothing is copied where it returns None.
+        """
+        skeletons, pickled = self._look(entries)
+        text = json.dumps(skeletons, separators=(",", ":")).encode()
+        size = self._tensor_bytes + len(text)
+        into = memory(size, len(self._prefix.encode()) + 2 * PAGE)
+        if into is None:
+            return None
+        ready = self._copy(into)
+        into[self._tensor_bytes : size] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        return Staged(self._prefix, self._tensor_bytes, into[:size], ready, pickled, size)
 
-    def _node(self, rank: int) -> int:
-        return rank // self._ranks_per_node
+    def _kept(self, size: int) -> torch.Tensor:
+        if self._slab is None or self._slab.numel() < size:
+            self._slab = _memory(size + size // 8 + PAGE, self.has_cuda)
+        return self._slab
 
-    def _owned(self, prefix: str, tensors: Sequence[torch.Tensor], holders: Sequence[int]) -> list[int]:
-        """Which tensors this rank copies: its shard of every DTensor, and its share of the replicated ones."""
-        if len(holders) == 1:
-            return list(range(len(tensors)))
-        sizes = [0 if isinstance(tensor, DTensor) else tensor.nbytes for tensor in tensors]
-        known = self._owners.get(prefix)
-        if known is None or known[0] != (sizes, holders):
-            known = self._owners[prefix] = ((sizes, holders), balance(sizes, holders))
-        return [
-            position
-            for position, (tensor, owner) in enumerate(zip(tensors, known[1], strict=True))
-            if owner == self._rank or isinstance(tensor, DTensor)
+    def _copy(self, into: torch.Tensor) -> torch.cuda.Event | None:
+        if self._target is None or self._target.data_ptr() != into.data_ptr():
+            self._targets, begin = [], 0
+            with torch.inference_mode(False):  # views made in it could not be copied to once it is left
+                for piece in self._pieces:
+                    end = begin + piece.nbytes
+                    self._targets.append(into[begin:end].view(piece.dtype).view(piece.shape))
+                    begin = end
+            self._target = into
+        if not self._sources:
+            return None
+        with torch.no_grad():
+            torch._foreach_copy_(self._targets, self._sources, non_blocking=True)
+        if not self.has_cuda:
+            return None
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ready.record()
+        return ready
+
+    def digests(self, entries: Sequence[Entry]) -> dict[str, str]:
+        """Return a digest of each entry's state on this rank, for comparisons of runs."""
+        digests = {}
+        for entry, walker in self.walkers(entries):
+            live, state = walker.look(), xxhash.xxh3_64()
+            state.update(json.dumps(live.skeleton).encode())
+            for path, leaf in sorted(live.leaves.items()):  # a restored state may have another order
+                state.update(path.encode())
+                state.update(_local(leaf).cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            digests[entry.name] = state.hexdigest()
+        return digests
+
+    # The layout
+
+    def _look(self, entries: Sequence[Entry]) -> tuple[dict[str, Any], list[str]]:
+        """Find the leaves; work out the layout again if they changed. Returns the skeletons and what was pickled."""
+        skeletons, pickled, lives, changed = {}, [], [], []
+        for entry, walker in self.walkers(entries):
+            live = walker.look()
+            lives.append((entry, live))
+            if self._versions.get(entry.name) != (id(walker), walker.version):
+                self._versions[entry.name] = id(walker), walker.version
+                changed.append((entry, live))
+            skeletons[_prefix(entry, self.place.rank)] = live.skeleton
+            pickled += [f"{entry.name}/{path}" for path in live.pickled]
+        self._lay_out(lives, changed)
+        return skeletons, pickled
+
+    def _lay_out(self, lives: Sequence[tuple[Entry, Live]], changed: Sequence[tuple[Entry, Live]]) -> None:
+        """Take new tensors in the place of old ones; where their form is another one, divide all of them again."""
+        forms = {entry.name: [_form(path, leaf) for path, leaf in live.leaves.items()] for entry, live in changed}
+        is_new = len(lives) != len(self._forms) or any(form != self._forms.get(name) for name, form in forms.items())
+        if self.ranks.anywhere(is_new):
+            self._divide(list(_named_leaves(lives, self.place.rank)))
+            self._forms = {entry.name: [_form(*leaf) for leaf in live.leaves.items()] for entry, live in lives}
+            self._sources = [torch.empty(0)] * len(self._pieces)
+            changed = lives
+        for name, leaf, _ in _named_leaves(changed, self.place.rank):
+            for number in self._numbers.get(name, ()):
+                self._sources[number] = _source(_local(leaf), self._pieces[number])
+        if changed:
+            self.has_cuda = any(source.is_cuda for source in self._sources)
+
+    def _divide(self, leaves: Sequence[tuple[str, torch.Tensor, bool]]) -> None:
+        """Choose the pieces that this rank writes."""
+        shared = {name: leaf for name, leaf, is_own in leaves if not is_own and not isinstance(leaf, DTensor)}
+        everywhere, holders = self._holders(list(shared))
+        divided = [(name, shared[name]) for name in everywhere]
+        peers = self.place.peers
+        pieces = []
+        own_part = divide([leaf.numel() for _, leaf in divided], len(peers))[peers.index(self.place.rank)]
+        for item, begin, end in own_part:
+            name, leaf = divided[item]
+            if not leaf.is_contiguous() and leaf.numel():
+                continue
+            pieces.append(_range(name, leaf, begin, end))
+        for number, (name, leaf) in enumerate(divided):  # nobody divides what is empty or not contiguous
+            if (leaf.numel() == 0 or not leaf.is_contiguous()) and peers[number % len(peers)] == self.place.rank:
+                pieces.append(Piece(name, leaf.dtype, tuple(leaf.shape)))
+        for name, leaf in shared.items():
+            if name in holders and min(set(holders[name]) & set(peers)) == self.place.rank:
+                pieces.append(Piece(name, leaf.dtype, tuple(leaf.shape)))
+        boxes = [piece for name, leaf, _ in leaves if isinstance(leaf, DTensor) for piece in boxes_of(name, leaf)]
+        writers = self._writers([piece.key for piece in boxes])
+        pieces += [piece for piece in boxes if writers[piece.key] == self.place.rank]
+        pieces += [
+            Piece(name, leaf.dtype, tuple(leaf.shape))
+            for name, leaf, is_own in leaves
+            if is_own and not isinstance(leaf, DTensor)
         ]
+        for piece in pieces:
+            if piece.dtype not in DTYPES:
+                raise CheckpointError(f"{piece.name}: a tensor of {piece.dtype} cannot be saved")
+        # By size of their elements: so each is aligned, and there are no holes, which safetensors refuses.
+        self._pieces = sorted(pieces, key=lambda piece: -piece.dtype.itemsize)
+        self._numbers = {}
+        for number, piece in enumerate(self._pieces):
+            self._numbers.setdefault(piece.name, []).append(number)
+        self._target = None
+        self._prefix, self._tensor_bytes = _described(self._pieces)
 
-    def _digest(self, prefix: str, flat: Flat) -> str:
-        """Of the names, shapes and dtypes of a tree; kept, because to write them down takes longer than to compare."""
-        described = [(name, tensor.shape, tensor.dtype) for name, tensor in zip(flat.names, flat.tensors, strict=True)]
-        known = self._digests.get(prefix)
-        if known is None or known[0] != described:
-            known = self._digests[prefix] = (described, hashlib.blake2b(repr(described).encode()).hexdigest())
-        return known[1]
+    def _writers(self, keys: list[str]) -> dict[str, int]:
+        """Return, of the parts of sharded tensors that ranks have, which rank of this disk writes each."""
+        if not self.ranks.anywhere(bool(keys)):
+            return {}
+        writers: dict[str, int] = {}
+        for rank, present in enumerate(self.ranks.gather(keys)):
+            if rank in self.place.peers:
+                writers = {**dict.fromkeys(present, rank), **writers}
+        return writers
 
-    def _items_of(self, key: str, tensor: torch.Tensor) -> list[WriteItem]:
-        """How DCP describes this rank's chunk of a tensor; kept, because a DTensor computes it at some cost."""
-        layout: Any = (tensor.shape, tensor.dtype)
-        if isinstance(tensor, DTensor):
-            layout = (*layout, tensor.device_mesh, tensor.placements)
-        known = self._chunks.get(key)
-        if known is None or known[0] != layout:
-            known = self._chunks[key] = (layout, _write_items(key, tensor))
-        return known[1]
-
-
-def _by_tree(picked: Mapping[str, tuple[str, int]]) -> list[tuple[str, list[int]]]:
-    runs: list[tuple[str, list[int]]] = []
-    for prefix, position in picked.values():
-        if not runs or runs[-1][0] != prefix:
-            runs.append((prefix, []))
-        runs[-1][1].append(position)
-    return runs
-
-
-def _keys(prefix: str, flat: Flat) -> list[str]:
-    return [prefix, *(f"{prefix}/{name}" for name in flat.names)]
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    def _holders(self, names: list[str]) -> tuple[list[str], dict[str, list[int]]]:
+        """Return the names that all ranks have, in rank 0's order, and for the others the ranks that have them."""
+        if self.ranks.world_size == 1 or not self.ranks.anywhere(
+            len(set(self.ranks.gather(xxhash.xxh3_128_digest(repr(names).encode())))) > 1
+        ):
+            return names, {}
+        holders: dict[str, list[int]] = {}
+        for rank, present in enumerate(self.ranks.gather(names)):
+            for name in present:
+                holders.setdefault(name, []).append(rank)
+        everywhere = [name for name, ranks in holders.items() if len(ranks) == self.ranks.world_size]
+        return everywhere, {name: ranks for name, ranks in holders.items() if len(ranks) < self.ranks.world_size}
 
 
-def _write_items(key: str, tensor: torch.Tensor) -> list[WriteItem]:
-    if isinstance(tensor, DTensor):
-        if tensor.device_mesh.get_coordinate() is None:
-            return []  # a mesh of other ranks
-        items: list[WriteItem] = tensor.__create_write_items__(key, tensor)
-        return items
-    origin = torch.Size([0] * tensor.dim())
-    data = TensorWriteData(
-        chunk=ChunkStorageMetadata(offsets=origin, sizes=tensor.shape),
-        properties=TensorProperties(dtype=tensor.dtype),
-        size=tensor.shape,
-    )
-    return [WriteItem(MetadataIndex(key, origin), WriteItemType.TENSOR, tensor_data=data)]
+def _named_leaves(lives: Sequence[tuple[Entry, Live]], rank: int) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Yield (name in the file, leaf, whether it is this rank's own)."""
+    for entry, live in lives:
+        for path, leaf in live.leaves.items():
+            is_own = entry.scope == "rank" or path in entry.rank_keys
+            yield leaf_name(entry.name, path, rank if is_own else None), leaf, is_own
 
 
-def balance(sizes: Sequence[int], ranks: Sequence[int]) -> list[int]:
-    """Give each size to a rank, the largest first to the rank with the least: the same on every rank that asks."""
-    loads = dict.fromkeys(ranks, 0)
-    owners = [ranks[0]] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        owners[index] = min(loads, key=loads.__getitem__)
-        loads[owners[index]] += sizes[index]
-    return owners
+def leaf_name(entry: str, path: str, rank: int | None) -> str:
+    """Return the name of a leaf in a checkpoint; `rank` is given for a rank's own."""
+    return f"{entry}/{path}" if rank is None else f"{rank}:{entry}/{path}"
+
+
+def _prefix(entry: Entry, rank: int) -> str:
+    return f"{rank}:{entry.name}"
+
+
+def _form(name: str, leaf: torch.Tensor) -> tuple[Any, ...]:
+    placements = str(leaf.placements) if isinstance(leaf, DTensor) else leaf.is_contiguous()
+    return name, str(leaf.dtype), tuple(leaf.shape), str(leaf.device), placements
+
+
+def _local(leaf: torch.Tensor) -> torch.Tensor:
+    return leaf.to_local().detach() if isinstance(leaf, DTensor) else leaf.detach()
+
+
+def _source(leaf: torch.Tensor, piece: Piece) -> torch.Tensor:
+    if piece.whole is not None and piece.offset is None:
+        return leaf.view(-1)[piece.begin : piece.begin + piece.shape[0]]
+    return leaf
+
+
+def _range(name: str, leaf: torch.Tensor, begin: int, end: int) -> Piece:
+    if (begin, end) == (0, leaf.numel()):
+        return Piece(name, leaf.dtype, tuple(leaf.shape))
+    return Piece(name, leaf.dtype, (end - begin,), begin, tuple(leaf.shape))
+
+
+def boxes_of(name: str, leaf: DTensor) -> Iterator[Piece]:
+    """Yield this rank's part of a sharded tensor; nothing where that part is empty."""
+    for chunk in leaf.__create_chunk_list__():  # type: ignore[no-untyped-call]
+        if math.prod(chunk.sizes):
+            yield Piece(name, leaf.dtype, tuple(chunk.sizes), whole=tuple(leaf.shape), offset=tuple(chunk.offsets))
+
+
+# The header of a shard
+
+
+def _described(pieces: Sequence[Piece]) -> tuple[str, int]:
+    """Return the part of the header that does not change from save to save, and the bytes of the pieces."""
+    header: dict[str, Any] = {}
+    wholes, begin = {}, 0
+    for piece in pieces:
+        end = begin + piece.nbytes
+        header[piece.key] = {"dtype": DTYPES[piece.dtype], "shape": list(piece.shape), "data_offsets": [begin, end]}
+        if piece.whole is not None:
+            wholes[piece.key] = [piece.name, piece.begin, list(piece.whole), piece.offset and list(piece.offset)]
+        begin = end
+    metadata = {"format": "pt", "parts": json.dumps(wholes, separators=(",", ":"))}
+    return json.dumps({"__metadata__": metadata, **header}, separators=(",", ":"))[:-1], begin
+
+
+def _header(prefix: str, begin: int, end: int) -> bytes:
+    last = {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
+    text = f'{prefix},"{SKELETONS}":{json.dumps(last, separators=(",", ":"))}}}'.encode()
+    text += b" " * (-(len(text) + 8) % PAGE)  # the data begin at a page: O_DIRECT asks for that
+    return len(text).to_bytes(8, "little") + text
+
+
+def _memory(size: int, pin: bool) -> torch.Tensor:
+    """Return page-aligned host memory whose pages exist: the first copy into new memory takes four times as long."""
+    if pin:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    block = mmap.mmap(-1, max(size, PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
+    return torch.frombuffer(block, dtype=torch.uint8)

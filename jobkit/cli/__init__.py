@@ -1,1 +1,1 @@
-"""`python -m jobkit VERB`: one small file a verb, whose `add_arguments` says what it takes and `run` does it."""
+"""The verbs of `python -m jobkit`, a file each."""

@@ -1,102 +1,133 @@
-"""jobkit cancel RUN ...: stop them for good; a running one leaves a checkpoint."""
+"""jobkit cancel RUN ...: stop runs for good; a running one leaves a checkpoint.
+
+    its job waits in Slurm's queue    scancel, wait until it is gone, journal `cancelled` under the run's lock
+    its job is gone                   journal `cancelled` under the lock
+    its job runs                      a Request in its directory: its supervisor stops the ranks, and journals
+
+A supervisor alone writes the journal while its job lives, so that the third way ends with the second at worst.
+"""
 
 from __future__ import annotations
 
 import argparse
-import sys
+import time
+from collections.abc import Iterator, Sequence
 
-from jobkit.cli.arguments import add_selection, chosen_runs, confirm
-from jobkit.cli.several import add_json, print_json, worst
-from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, JobkitError
-from jobkit.run.command_line import to_type
-from jobkit.run.continuation import how_to_continue
-from jobkit.run.duration import format_seconds
+from jobkit.cli.arguments import add_runs, confirmed, worst
+from jobkit.errors import EXIT_FAILED, EXIT_FINISHED
+from jobkit.log import log
+from jobkit.run.files import user_name
+from jobkit.run.journal import Journal, read_status
+from jobkit.run.records import Cancelled
 from jobkit.run.rundir import RunDir
-from jobkit.run.silent import NOTHING_KEPT, is_silent
-from jobkit.run.status import State, Status
-from jobkit.run.usage import show_examples
-from jobkit.submission.cancel import cancel, cancel_all
-from jobkit.submission.job import CANCEL_SECONDS
+from jobkit.run.view import LOST, View, view, views
+from jobkit.usage import show_examples, to_continue, to_type
+
+PATIENCE_SECONDS = 180.0
+"""How long a supervisor may take: its ranks get 90 s for their last checkpoint, and it may be starting."""
+
+KILLED_SECONDS = 30.0
+"""The same where the ranks are killed."""
+
+LOOK_SECONDS = 0.1
+ASK_SECONDS = 2.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_selection(parser, asks=True)
+    add_runs(parser, asks=True)
     parser.add_argument("--no-grace", action="store_true", help="kill the ranks at once, without a checkpoint")
-    add_json(parser)
-    show_examples(
-        parser,
-        "digits-11f5f19c  one run",
-        "'digits*' --state queued -y  several, without being asked",
-        "--where 'params.lr>=0.03'  of all runs those",
-    )
+    show_examples(parser, {"digits-11f5f19c": "one run", "'digits*' -y": "several, without being asked"})
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Cancel and wait for the checkpoints; cancelling what has ended already is no mistake."""
-    found, grace = chosen_runs(arguments), not arguments.no_grace
-    confirm(found, arguments)
-    if len(found) == 1:
-        (one,) = found
-        code, lines = told(one, cancel(one, grace=grace, on_wait=lambda: _tell_wait(one, grace)))
-        _print(one, lines, arguments.json)
-        return code
+    """Cancel, wait for the checkpoints, and say what became of each run. A run that is over is no mistake."""
     codes = []
-    for one, outcome in cancel_all(found, grace=grace, on_wait=lambda one: _tell_wait(one, grace)):
-        if isinstance(outcome, JobkitError):
-            print(f"error: {outcome}", file=sys.stderr)
-            codes.append(outcome.exit_code)
-            continue
-        if outcome is not None and outcome.state == State.CANCELLED and not outcome.attempts:
-            code, lines = EXIT_FINISHED, [f"{one.name} cancelled before it had begun"]  # without a look at its config
-        else:
-            code, lines = told(one, outcome)
-        _print(one, lines[:1], arguments.json)
+    for code, line in cancel(confirmed(arguments), grace=not arguments.no_grace):
+        print(line, flush=True)
         codes.append(code)
     return worst(codes)
 
 
-def _print(run: RunDir, lines: list[str], as_json: bool) -> None:
-    if as_json:
-        print_json(run, told=lines[0])
-    else:
-        print("\n".join(lines), flush=True)
+def cancel(runs: Sequence[RunDir], *, grace: bool = True) -> Iterator[tuple[int, str]]:
+    """Ask all runs to end before one is waited for; yield an exit code and a line for each, as it becomes known."""
+    waiting: list[View] = []
+    queued: list[str] = []
+    for now in views(runs):
+        if now.is_over and now.state != LOST:
+            yield EXIT_FINISHED, f"{now.run.name} is {now.state} already: nothing to cancel"
+        elif now.status.state == "queued" and not now.answered and grace:
+            yield EXIT_FAILED, f"{now.run.name} was not cancelled: {now.words}"
+        else:
+            waiting.append(now)
+            if now.is_pending:
+                queued.append(str(now.job_id))
+            elif now.state != LOST:
+                now.run.ask("cancel", now.status, None if grace else 0.0)
+    if queued:
+        from jobkit.slurm import jobs
+
+        jobs.cancel(*queued)  # one command for all of them
+    if waiting:
+        log.info("waiting until %s", "the ranks have saved and ended" if grace else "the ranks have ended")
+    deadline, ask_at = time.monotonic() + (PATIENCE_SECONDS if grace else KILLED_SECONDS), 0.0
+    while waiting and time.monotonic() < deadline:
+        is_due = time.monotonic() >= ask_at
+        if is_due:
+            ask_at = time.monotonic() + ASK_SECONDS
+        # A controller that is away takes 9 s to say so: what the supervisor journals is not to wait for that.
+        over = [before for before in waiting if (is_due and before.answered) or read_status(before.run).is_over]
+        for before, now in zip(over, views([before.run for before in over]), strict=True):
+            if now.status.token != before.status.token:
+                waiting.remove(before)
+                yield EXIT_FINISHED, f"{now.run.name} was stopped, and is {now.state}: another command continued it"
+            elif now.is_over:
+                waiting.remove(before)
+                yield EXIT_FINISHED, _outcome(_settle(now))
+        time.sleep(LOOK_SECONDS)
+    for before in waiting:
+        if grace or before.answered:
+            yield EXIT_FAILED, _unanswered(before.run)
+        else:  # its cluster may be gone for good; a job of it that lives is fenced off by the next submission
+            yield EXIT_FINISHED, _outcome(_settle(before, is_unheard=True))
 
 
-def _tell_wait(run: RunDir, grace: bool) -> None:
-    if not grace:
-        return
-    seconds = format_seconds(CANCEL_SECONDS)
-    said = f"its ranks get {seconds} to write a checkpoint; --no-grace kills them"
-    if is_silent(run, run.status()):
-        said = f"your program got SIGTERM and has {seconds} to end; {NOTHING_KEPT}; --no-grace kills it"
-    print(f"{run.name}: {said}", file=sys.stderr)
+def _settle(now: View, *, is_unheard: bool = False) -> View:
+    """Journal the cancel of a run whose job is gone without a word, or whose attempt ended otherwise meanwhile.
+
+    Slurm is not asked again: a job of the same token that was gone does not come back.
+    """
+    with now.run.submit_lock():
+        journal = Journal(now.run)
+        is_same = journal.status.token == now.status.token
+        is_lost = now.state == LOST and not journal.status.is_over
+        if is_same and (
+            is_lost or journal.status.state == "interrupted" or (is_unheard and not journal.status.is_over)
+        ):
+            journal.append(Cancelled(user=user_name(), reason=f"cancelled by {user_name()}"))
+        return View(now.run, journal.status, None, answered=True)
 
 
-def told(run: RunDir, status: Status | None) -> tuple[int, list[str]]:
-    """The exit code and what to say of a run that was cancelled, its outcome in the first line."""
-    if status is None:
-        return EXIT_FINISHED, [f"{run.name} is {run.status().state} already; nothing to cancel"]
-    if not status.cancel_requested:
-        return EXIT_FINISHED, [
-            f"{run.name} was stopped, and another command has continued it since: it is {status.state}"
-        ]
-    if status.state in (State.FINISHED, State.FAILED):
-        return EXIT_FINISHED, [f"{run.name} {status.state}{status.at_steps}, before it could be cancelled"]
-    if status.state != State.CANCELLED:
-        code = EXIT_FAILED if status.state.is_under_way else EXIT_FINISHED
-        return code, [f"{run.name} is still {status.state}: it was asked to stop; {to_type('status', run.name)}"]
-    if is_silent(run, status):
-        return EXIT_FINISHED, [
-            f"{run.name} cancelled; {NOTHING_KEPT}",
-            f"to start it again: {how_to_continue(run, status)}",
-        ]
-    safe = (
-        f"checkpoint of step {status.checkpoint} is safe" if status.checkpoint is not None else "it had no checkpoint"
-    )
-    reached = max(status.step, (status.attempt.last_step if status.attempt else 0) or 0)
-    if lost := reached - (status.checkpoint or 0):
-        safe += f", the {lost} step(s) since are repeated when it goes on"
-    return EXIT_FINISHED, [
-        f"{run.name} cancelled at step {reached}; {safe}",
-        f"to continue it: {how_to_continue(run, status)}",
-    ]
+def _outcome(now: View) -> str:
+    run, status = now.run, now.status
+    if now.state != "cancelled":
+        return f"{run.name} is {now.state}: it ended before it could be cancelled"
+    if not status.attempts:
+        return f"{run.name} cancelled before it had begun"
+    last = max((a.ended.last_step or 0 for a in status.attempts if a.ended is not None), default=0)
+    step = run.durable_step()
+    kept = "it has no checkpoint" if step is None else f"the checkpoint of step {step} is kept"
+    again = to_continue(run.path, status.submitted)
+    return f"{run.name} cancelled at step {max(last, step or 0)}; {kept}; to continue it: {again}"
+
+
+def _unanswered(run: RunDir) -> str:
+    """The next command of a person for a supervisor that does not answer."""
+    now, lease = view(run), run.lease()
+    submitted = now.status.submitted
+    if not now.answered:
+        where = submitted.cluster if submitted is not None else None
+        gone = f"if it is gone for good: {to_type('cancel', run.path, '--no-grace')}"
+        return f"{run.name} is still {now.state}: only its cluster, {where}, knows of job {now.job_id}; {gone}"
+    is_local = submitted is None or submitted.scheduler == "local"
+    job = f"kill {lease.pid} on {lease.host}" if is_local and lease is not None else f"scancel {now.job_id}"
+    return f"{run.name} is still {now.state}: it was asked to stop; to end its job: {job}; its output: {run.job_log}"

@@ -1,188 +1,220 @@
-"""jobkit doctor: would a run work here, and how fast is the network?"""
+"""jobkit doctor: would a run work here? A line a check: ok, a warning (a run works, with a limit), or a problem.
+
+jobkit doctor                  this machine, and the cluster that sbatch here submits to
+jobkit doctor --cluster h100   with the partition of that entry in the user's own config file
+jobkit doctor --nodes 4        and the network of so many nodes, by a run that takes a minute
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
-import tempfile
-from dataclasses import asdict
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Literal
 
-from rich.console import Console
-from rich.table import Table
+from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, InputError, JobkitError, SchedulerError, nearest
+from jobkit.run.runs import runs_dir_of
+from jobkit.usage import show_examples
 
-from jobkit import slurm
-from jobkit.cli.arguments import add_runs_dir, runs_dir
-from jobkit.errors import EXIT_FAILED, EXIT_FINISHED
-from jobkit.run.experiment import LoadedConfig, load
-from jobkit.run.rundir import RunDir
-from jobkit.run.status import State, Status
-from jobkit.run.usage import show_examples
-from jobkit.run.yamlfile import dump
-from jobkit.submission import checks
-from jobkit.submission.checks import OK, PROBLEM, WARNING, Check
-from jobkit.submission.plan import make_plan
-from jobkit.submission.probe import TASK, run_probe
+if TYPE_CHECKING:
+    from jobkit.slurm.nodes import Partition
 
-SEEN_LATE_SECONDS = 5.0
-"""From a file's replacement to the other node's seeing it: what is shorter nobody who waits for a run notices."""
+SHORT_SECONDS = 60
+"""A shorter grace may not be enough for a big model's checkpoint."""
 
-SLOW_NAME_SECONDS = 1.0
-"""For the name of an address: with more of them the ranks of many nodes come late to their rendezvous."""
 
-COLOURS = {OK: "green", WARNING: "yellow", PROBLEM: "red"}
+COMMENT = "jobkit:doctor:1:000000"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One answer, and for a warning or a problem the advice."""
+
+    state: Literal["ok", "warning", "problem"]
+    words: str
+    advice: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as in clusters.slurm.partition=low")
-    place = parser.add_mutually_exclusive_group()
-    place.add_argument("--local", action="store_true", help="this machine (default where there is no sbatch)")
-    place.add_argument("--cluster", metavar="NAME", help="slurm, or a name in your own config file")
-    parser.add_argument("--nodes", type=int, metavar="N", help="of the probe (default: 2 on a cluster, 1 here)")
-    parser.add_argument("--tasks-per-node", type=int, metavar="N", help="default: 1 on a cluster, 2 here")
-    parser.add_argument("--gpus-per-task", type=int, default=0, metavar="N", help="default: 0, the CPU")
-    parser.add_argument("--no-probe", action="store_true", help="checks only: start nothing")
-    parser.add_argument("--json", action="store_true", help="for programs: {ok, checks, probe}")
-    add_runs_dir(parser)
-    show_examples(
-        parser,
-        "--cluster h100 --nodes 2  check a cluster of your config file, and two nodes' network",
-        "--local --no-probe  check this machine; start nothing",
-    )
+    parser.add_argument("--cluster", metavar="NAME", help="slurm, or a name under `clusters:` in your own config file")
+    parser.add_argument("--local", action="store_true", help="check this machine alone, and no cluster")
+    parser.add_argument("--nodes", type=int, metavar="N", help="time all-reduces over N nodes; a slow one is named")
+    parser.add_argument("--runs-dir", type=Path, metavar="DIR", help="default: $JOBKIT_RUNS or ./runs")
+    examples = {
+        "--cluster h100": "the partition of that entry, and a held job that is removed again",
+        "--cluster h100 --nodes 4": "the network of four of its nodes as well",
+    }
+    show_examples(parser, examples)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the checks and what the probe found; exit code 1 where something is a problem."""
-    runs = runs_dir(arguments)
-    console = Console(stderr=arguments.json, highlight=False, soft_wrap=True)
-    with tempfile.TemporaryDirectory(prefix="jobkit-doctor-") as folder:
-        cluster = "local" if arguments.local else arguments.cluster or ("slurm" if slurm.available() else "local")
-        loaded = _experiment(arguments, cluster, Path(folder))
-        with loaded.places.locating_errors():
-            plan = make_plan(runs / "doctor", loaded.config, cluster)
-        resources = plan.config.resources
-        found = [*checks.check_machine(resources.devices_per_rank), checks.check_runs_dir(runs)]
-        if plan.scheduler == "slurm":
-            found += checks.check_slurm(plan.parameters.get("partition"), resources.nodes)
-        for check in found:
-            _say(console, check)
-        probe: dict[str, Any] | None = None
-        if not arguments.no_probe and all(check.state != PROBLEM for check in found):
-            measured, status = run_probe(loaded, plan, Path(folder), lambda line: console.print(line, markup=False))
-            probe = status.result if status.state == State.FINISHED else None
-            told = [verdict(measured, status, resources.nodes)]
-            told += [disk_verdict(probe["disk"]), *names_verdict(probe["names"])] if probe is not None else []
-            for check in told:
-                _say(console, check)
-            found += told
-    ok = all(check.state != PROBLEM for check in found)
-    if arguments.json:
-        print(json.dumps({"ok": ok, "checks": [asdict(check) for check in found], "probe": probe}, indent=1))
-    elif probe is not None:
-        for table in tables(probe):
-            console.print(table)
-    return EXIT_FINISHED if ok else EXIT_FAILED
+    """Print the checks; exit code 1 where something is a problem."""
+    from jobkit.slurm import commands
+
+    parts = [_python(), _runs_dir(runs_dir_of(arguments.runs_dir)), _machine()]
+    cluster = None if arguments.local else arguments.cluster or ("slurm" if commands.is_available() else None)
+    if cluster is not None:
+        parts.append(_slurm(_options_of(cluster)))
+    if arguments.nodes is not None:
+        parts.append(_network(runs_dir_of(arguments.runs_dir), cluster, arguments.nodes))
+    code = EXIT_FINISHED
+    for check in itertools.chain.from_iterable(parts):
+        print(f"{check.state:8}{check.words}{f': {check.advice}' if check.advice else ''}", flush=True)
+        code = EXIT_FAILED if check.state == "problem" else code
+    return code
 
 
-def _experiment(arguments: argparse.Namespace, cluster: str, folder: Path) -> LoadedConfig:
-    """The probe as an experiment: with the user's own clusters, and overrides like any other."""
-    here = cluster == "local"
-    resources = {
-        "nodes": arguments.nodes or (1 if here else 2),
-        "tasks_per_node": arguments.tasks_per_node or (2 if here else 1),
-        "gpus_per_task": arguments.gpus_per_task,
-        "time": "0:10:00",
-    }
-    file = folder / "doctor.yaml"
-    file.write_text(
-        dump({"name": "doctor", "task": TASK, "resources": resources, "retry": {"crash": 1}}), encoding="utf-8"
+# This machine
+
+
+def _python() -> Iterator[Check]:
+    from jobkit.submission.checks import is_installed
+
+    if not is_installed():
+        yield Check("problem", f"{sys.executable}: jobkit is not installed there", "pip install it: jobs start from it")
+    if find_spec("torch") is None:
+        yield Check("warning", f"{sys.executable}: no torch", "a `task:` needs it, a `command:` may bring its own")
+    else:
+        yield Check("ok", f"{sys.executable}: Python {sys.version.split()[0]}, with torch")
+
+
+def _runs_dir(runs_dir: Path) -> Iterator[Check]:
+    """Whether runs can be written, and locked, where they shall live."""
+    from jobkit.run.locks import Lock
+    from jobkit.submission.checks import refuse_unwritable
+
+    file = runs_dir / ".locks" / "doctor"
+    try:
+        refuse_unwritable(runs_dir)
+        with Lock(file):
+            excludes = Lock(file).is_held()
+        file.unlink()
+    except JobkitError as error:
+        yield Check("problem", str(error))
+        return
+    words = f"runs directory {runs_dir}: writable, {shutil.disk_usage(runs_dir).free / 2**30:.1f} GiB free"
+    if excludes:
+        yield Check("ok", f"{words}, locks work")
+    else:
+        yield Check("problem", f"{words}; its locks exclude nobody", "a run could be started twice: see --runs-dir")
+
+
+def _machine() -> Iterator[Check]:
+    from jobkit.addresses import own_addresses
+    from jobkit.run.machine import visible_devices
+
+    kind, devices = visible_devices("auto")
+    addresses = ", ".join(own_addresses(2))
+    yield Check(
+        "ok", f"{len(devices or ())} {kind} device(s), {len(os.sched_getaffinity(0))} core(s), {addresses} here"
     )
-    return load(file, arguments.overrides)
 
 
-def _say(console: Console, check: Check) -> None:
-    console.print(f"[{COLOURS[check.state]}]{check.state:8}[/]", end="")
-    console.print(check.found + (f": {check.advice}" if check.advice else ""), markup=False)
+# The cluster
 
 
-# What it found
+def _options_of(name: str) -> dict[str, str]:
+    """sbatch's options of an entry in the user's own config file, as far as they matter here."""
+    from jobkit.run.load import read_user_file
+
+    clusters = {"slurm": {}, **read_user_file()[0].get("clusters", {})}
+    if name not in clusters:
+        hint = nearest(name, clusters)
+        raise InputError(key="--cluster", found=name, allowed=f"one of {', '.join(clusters)}", hint=hint)
+    return {key: str(clusters[name][key]) for key in ("partition", "account", "qos") if clusters[name].get(key)}
 
 
-def verdict(run: RunDir, status: Status, nodes: int) -> Check:
-    """The probe in a line; a slow node is a warning that names it."""
-    probe = status.result
-    if status.state != State.FINISHED:
-        logs = f"python -m jobkit logs {run.name} --runs-dir {run.path.parent}"
-        return Check("network", PROBLEM, f"the probe is {status.state}: {status.error or 'its log says more'}", logs)
-    small, large = probe["world"][0], probe["world"][-1]
-    found = (
-        f"all-reduce of {probe['ranks']} ranks on {nodes} node(s) ({probe['backend']}, {probe['device']}): "
-        f"{_seconds(small['seconds'])} for {_size(small['bytes'])}, {_rate(large['bus'])} for {_size(large['bytes'])}"
+def _slurm(options: dict[str, str]) -> Iterator[Check]:
+    from jobkit.slurm import commands, nodes
+
+    try:
+        config = commands.config()
+        yield Check("ok", f"Slurm {config.get('SLURM_VERSION')}, cluster {config.get('ClusterName')}")
+        partitions = nodes.partitions(options.get("partition"))
+        if not partitions:
+            yield Check("problem", f"no partition for {options or 'a job'}", "set clusters.<name>.partition")
+        for part in partitions:
+            yield _partition(part, int(config.get("KillWait", "30 sec").split()[0]))
+        yield from _held_job([f"--{key}={value}" for key, value in options.items()])
+    except SchedulerError as error:
+        yield Check("problem", str(error), "use --local for this machine alone")
+
+
+def _partition(part: Partition, kill_wait: int) -> Check:
+    """Whether a partition takes jobs, and what Slurm does to a job that must make room."""
+    words = f"partition {part.name} is {part.state}, PreemptMode={part.preempt_mode}"
+    seconds = part.grace_seconds + kill_wait
+    if part.state != "UP":
+        return Check("problem", words, "its jobs wait until it is up")
+    if "SUSPEND" in part.preempt_mode:
+        return Check("warning", words, "a suspended job may be taken for hung, and keeps its GPUs: set `watchdog: off`")
+    if part.preempt_mode != "OFF" and seconds < SHORT_SECONDS:
+        words = f"{words}: a preempted run has {seconds} s to save"
+        return Check("warning", words, "short for a big model's checkpoint: set `checkpoint: {every: 5min}` or so")
+    return Check("ok", words)
+
+
+def _held_job(options: list[str]) -> Iterator[Check]:
+    """Submit a job that is held, look at it as Slurm has it, and remove it."""
+    from jobkit.slurm import commands, jobs
+
+    usual = ["--hold", "--requeue", "--time=1", "--job-name=jobkit-doctor", "--output=/dev/null"]
+    job_id = commands.submit("--wrap=true", *usual, f"--comment={COMMENT}", *options)
+    try:
+        job = jobs.show(job_id)
+    finally:
+        jobs.cancel(job_id)
+    if job is None or COMMENT not in job.comment.split():
+        words = f"job {job_id} was submitted with --comment, and Slurm has {job.comment if job else 'no such job'!r}"
+        yield Check("problem", words, "jobkit knows its jobs by the comment: a job_submit plugin must not change it")
+    else:
+        yield Check("ok", "a held job was submitted and removed: Slurm keeps its comment")
+    if job is not None and not job.requeueable:
+        yield Check("warning", "Slurm takes no requeue of it", "jobkit submits a successor in its place")
+
+
+def _network(runs_dir: Path, cluster: str | None, nodes: int) -> Iterator[Check]:
+    """Submit the probe as a run, wait for it, and tell what each size took."""
+    from jobkit.run.journal import read_status
+    from jobkit.run.rundir import RunDir
+
+    folder = runs_dir / ".doctor"
+    folder.mkdir(parents=True, exist_ok=True)
+    yaml = folder / "network.yaml"
+    yaml.write_text(
+        "name: network-probe\ntask: jobkit.worker.network_probe:probe\n"
+        f'resources: {{nodes: {nodes}, tasks_per_node: auto, time: "00:15:00"}}\n'
     )
-    if not probe["slow"]:
-        return Check("network", OK, found)
-    names = ", ".join(probe["slow"])
-    return Check("network", WARNING, f"{found}; slow: {names}", f"repeat it, and exclude {names} if it stays so")
-
-
-def names_verdict(names: dict[str, Any]) -> list[Check]:
-    """A warning where the name service keeps ranks waiting; nothing where it does not."""
-    if names["seconds"] <= SLOW_NAME_SECONDS:
-        return []
-    found = f"the name service takes {names['seconds']:.1f} s for {names['address']}, the address of a node"
-    advice = (
-        "torch asks for that of each rank, one after the other, before they train: cache names on the nodes "
-        "(nscd, sssd, systemd-resolved), or write them into /etc/hosts in the form in which it asks: "
-        f"`::ffff:{names['address']} NAME`"
-    )
-    return [Check("names", WARNING, found, advice)]
-
-
-def disk_verdict(disk: dict[str, Any]) -> Check:
-    """What two nodes found of the run directory's disk."""
-    name, (first, second) = "shared disk", disk["between"]
-    same = first.partition("#")[0] == second.partition("#")[0]
-    where = (
-        f"two processes of {first.partition('#')[0]} (other nodes were not tried)" if same else f"{first} and {second}"
-    )
-    elsewhere = "set --runs-dir or JOBKIT_RUNS to another file system"
-    if disk["problems"]:
-        said = "; ".join(f"{what}: {problem}" for what, problem in disk["problems"].items())
-        return Check(name, PROBLEM, f"between {where}: {said}", elsewhere)
-    seen = f"a replaced file is seen after {disk['seen_after']:.2g} s"
-    if disk["lost_lines"]:
-        lost = f"{disk['lost_lines']} lines were lost that both appended at once"
-        advice = f"events of a run could be lost that two nodes write in the same instant; {elsewhere}"
-        return Check(name, WARNING, f"between {where}: locks work, {seen}, but {lost}", advice)
-    if disk["seen_after"] > SEEN_LATE_SECONDS:
-        advice = "commands see late how a run stands; mount with lookupcache=positive, or a lower actimeo"
-        return Check(name, WARNING, f"between {where}: locks and appends work, but {seen}", advice)
-    return Check(name, OK, f"between {where}: locks work, {seen}, appends lose no line")
-
-
-def tables(probe: dict[str, Any]) -> list[Table]:
-    """What the probe measured: over all ranks by size, then node by node."""
-    world = Table("all ranks", "time", "bus bandwidth")
-    for row in probe["world"]:
-        world.add_row(_size(row["bytes"]), _seconds(row["seconds"]), _rate(row["bus"]))
-    nodes = Table("node", "inside", "with its neighbours", "")
-    for row in probe["nodes"]:
-        slow = "slow" if row["node"] in probe["slow"] else ""
-        if row["inside"] or row["between"]:
-            nodes.add_row(row["node"], _rate(row["inside"]), _rate(row["between"]), slow)
-    return [world, nodes] if nodes.rows else [world]
-
-
-def _size(size: int) -> str:
-    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
-
-
-def _rate(rate: float | None) -> str:
-    if rate is None:
-        return "-"
-    return f"{rate / 1e9:.3g} GB/s" if rate >= 1e9 else f"{rate / 1e6:.3g} MB/s"
+    target = ["--local"] if cluster is None else ["--cluster", cluster, "--follow"]
+    command = [
+        sys.executable,
+        "-m",
+        "jobkit.submit",
+        yaml.name,
+        "--fresh",
+        "--runs-dir",
+        str(runs_dir.absolute()),
+        *target,
+    ]
+    code = subprocess.run(command, cwd=folder, stdout=subprocess.DEVNULL).returncode
+    run = max(runs_dir.glob("network-probe-*"), key=lambda path: path.stat().st_mtime, default=None)
+    result = None if run is None else read_status(RunDir(run)).result
+    if code != 0 or result is None:
+        yield Check("problem", f"the probe of the network has not finished: {run}", f"jobkit logs {run}")
+        return
+    for row in result["world"]:
+        words = f"{row['bytes'] >> 10} KiB over {result['ranks']} ranks: {row['seconds'] * 1e3:.2f} ms"
+        yield Check("ok", f"{words}, {row['bus'] / 1e9:.2f} GB/s a rank ({result['backend']})")
+    for name, value in result["nodes"].items():
+        words = f"node {name}: {value / 1e9:.2f} GB/s to a neighbour"
+        if name in result["slow"]:
+            yield Check("warning", f"{words}, slower than the others", f"try again with exclude={name.split()[0]}")
+        else:
+            yield Check("ok", words)

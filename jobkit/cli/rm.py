@@ -1,122 +1,147 @@
-"""jobkit rm RUN ...: remove runs, or their checkpoints."""
+"""jobkit rm RUN ...: remove runs that are over, or their checkpoints alone.
+
+    runs/<run> --rename, under its submit lock--> runs/.removed/<run>.<time> --delete
+    runs/.code/<digest> that no run has any more --rename, under the lock of the snapshots--> the same
+
+A removal that was killed leaves no half of a run: the next `rm` deletes the rest. Files that another run has too, as a
+checkpoint that it started from, stay there.
+"""
 
 from __future__ import annotations
 
 import argparse
-import sys
+import os
+import shutil
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from jobkit.cli.arguments import add_selection, chosen_runs, confirm, found_runs, is_filtered, runs_dir, time_length
-from jobkit.cli.columns import age_text
-from jobkit.cli.several import each
-from jobkit.errors import EXIT_FINISHED
-from jobkit.run import choose, shared_code
+from jobkit.cli.arguments import add_runs, chosen, confirm, each
+from jobkit.errors import EXIT_FINISHED, InputError
+from jobkit.run import older, snapshot
+from jobkit.run.files import foreign_owner, read_json
+from jobkit.run.locks import make_folder
 from jobkit.run.rundir import RunDir
-from jobkit.run.usage import show_examples
-from jobkit.submission import removal
+from jobkit.run.runs import some
+from jobkit.run.view import UNDER_WAY, View, view, views
+from jobkit.usage import show_examples, to_type
+
+ASIDE = ".removed"
+BLOCK = 512
+"""Bytes that `st_blocks` counts in."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_selection(parser, asks=True)
+    add_runs(parser, asks=True)
     parser.add_argument(
-        "--checkpoints-only",
-        action="store_true",
-        help="keep the journal, the logs, the curves and final/; the run can only be started from its beginning then",
+        "--checkpoints-only", action="store_true", help="keep the journal, the logs, the curves and final/"
     )
-    parser.add_argument(
-        "--older", type=time_length, metavar="30d", help="only runs of which nothing was heard for so long"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="say what would be removed, and how large it is")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be removed, and how large it is")
     show_examples(
         parser,
-        "'toy*' --state failed --dry-run  what would be removed",
-        "digits/s1 --checkpoints-only  keep all but the checkpoints of a sweep's runs",
-        "--older 30d  what nobody has touched",
+        {
+            "'toy*' --dry-run": "what would be removed",
+            "'toy*' --checkpoints-only -y": "the checkpoints of several runs, without being asked",
+        },
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Remove them, unless one of them lives: then none."""
-    found = _chosen(arguments)
-    removal.refuse_live(found)
-    if not arguments.checkpoints_only:
-        for line in removal.refuse_needed(found):
-            print(line, file=sys.stderr)
+    """Remove the runs, unless one of them may not be removed: then none."""
+    runs, checkpoints_only = chosen(arguments), arguments.checkpoints_only
+    kept = [f"{now.run.name} ({why})" for now in views(runs) if (why := _why_not(now)) is not None]
+    if kept:
+        raise InputError(f"nothing was removed: {some(kept)}", hint="leave it out, or cancel it first")
     if arguments.dry_run:
-        return _dry_run(found, arguments.checkpoints_only)
-    is_short = any(choose.is_short(word, runs_dir(arguments)) for word in arguments.run_names)
-    confirm(found, arguments, also_one=is_short)
-    for folder in {one.path.parent for one in found}:
-        removal.clear_aside(folder)
-    if arguments.checkpoints_only:
-        return each(found, _remove_checkpoints)
-    versions: dict[Path, set[str]] = {}
-    code = each(found, lambda one: _remove(one, versions))
-    for folder, of_runs in versions.items():
-        shared_code.remove_unused(folder, of_runs)
+        sizes = {run.name: _size(_parts(run, checkpoints_only)) for run in runs}
+        for name, size in sizes.items():
+            print(f"{name}  {in_words(size)}")
+        print(f"{len(runs)} run(s), {in_words(sum(sizes.values()))}; nothing was removed")
+        return EXIT_FINISHED
+    confirm(runs, yes=arguments.yes)
+    for folder in {run.path.parent for run in runs}:
+        _delete_leftovers(folder)
+    snapshots: dict[Path, set[str]] = {}
+
+    def remove(run: RunDir) -> int:
+        name = run.code.resolve().name if run.code.is_symlink() else ""
+        size = _remove(run, checkpoints_only)
+        if name and not checkpoints_only:
+            snapshots.setdefault(run.path.parent, set()).add(name)
+        print(f"{run.name}{': checkpoints' if checkpoints_only else ''} removed, {in_words(size)}", flush=True)
+        return EXIT_FINISHED
+
+    code = each(runs, remove)
+    for folder, names in snapshots.items():
+        snapshot.put_unused(folder, names, _aside(folder))
+        _delete_leftovers(folder)
     return code
 
 
-def _chosen(arguments: argparse.Namespace) -> list[RunDir]:
-    """The runs that are meant: `--older` alone means all that are; where none is named, only this user's own."""
-    is_all = arguments.older is not None and not (arguments.run_names or is_filtered(arguments))
-    found = [one.open() for one in found_runs(arguments)] if is_all else chosen_runs(arguments)
-    if not arguments.run_names:  # in a folder that several users have
-        own = [one for one in found if removal.other_owner(one) is None]
-        if others := len(found) - len(own):
-            print(f"{others} run(s) of other users are left", file=sys.stderr)
-        found = own
-    return found if arguments.older is None else _older(found, arguments.older)
+def _why_not(now: View) -> str | None:
+    """Return what keeps a run from being removed."""
+    path = now.run.path
+    if not now.run.exists():
+        return "it is gone"
+    if path.is_symlink():
+        return f"a link to {path.resolve()}"
+    if os.geteuid() and (owner := foreign_owner(path)) is not None:
+        return f"it belongs to {owner}"
+    if now.state in UNDER_WAY:
+        return now.state
+    if now.status.is_older and (state := read_json(now.run.status_file)["state"]) not in (*older.OVER, "interrupted"):
+        return f"an older jobkit left it {state}; if its job is gone: rm -r {path}"
+    return None
 
 
-def _older(runs: list[RunDir], seconds: float) -> list[RunDir]:
-    """Those of which nothing was journalled for so long."""
-    left = [one for one in runs if _age(one) >= seconds]
-    if runs and not left:
-        print(f"none of {len(runs)} run(s) is older than {age_text(seconds)}: nothing to do", file=sys.stderr)
-    return left
+def _remove(run: RunDir, checkpoints_only: bool) -> int:
+    """Remove a run; returns the bytes that the disk gets back. Raises InputError where somebody has continued it."""
+    aside = _aside(run.path.parent)
+    with run.submit_lock():
+        if (why := _why_not(view(run, locked=True))) is not None:
+            raise InputError(f"not removed: {why}", hint=f"first: {to_type('cancel', run.path)}")
+        with run.alive_lock():  # the job of a run that has just ended may still write
+            parts = _parts(run, checkpoints_only)
+            size = _size(parts)
+            moved = [part.rename(aside / f"{run.name}.{part.name}.{time.time_ns()}") for part in parts]
+    for path in moved:  # without the lock: a new submission of the run makes a directory of its own
+        shutil.rmtree(path)
+    return size
 
 
-def _age(run: RunDir) -> float:
-    try:
-        return time.time() - run.journal.path.stat().st_mtime
-    except OSError:
-        return 0.0
+def _parts(run: RunDir, checkpoints_only: bool) -> list[Path]:
+    parts = [run.checkpoints, run.start_folder] if checkpoints_only else [run.path]
+    return [part for part in parts if part.exists()]
 
 
-def _dry_run(runs: list[RunDir], checkpoints_only: bool) -> int:
-    total = 0
-    for one in runs:
-        found = _size(one, checkpoints_only)
-        total += found
-        print(f"{one.name}  {bytes_text(found)}  ({one.status().state}, {age_text(_age(one))} old)")
-    what = "the checkpoints of " if checkpoints_only else ""
-    print(f"{what}{len(runs)} run(s), {bytes_text(total)}; nothing was removed")
-    return EXIT_FINISHED
+def _aside(runs_dir: Path) -> Path:
+    """The folder in which nobody looks for runs, on the same disk."""
+    make_folder(runs_dir / ASIDE)
+    return runs_dir / ASIDE
 
 
-def _remove(run: RunDir, versions: dict[Path, set[str]]) -> int:
-    """Remove a run, and add to `versions` which shared snapshots of code it had."""
-    found = _size(run, checkpoints_only=False)
-    versions.setdefault(run.path.parent, set()).update(removal.remove(run))
-    print(f"{run.name} removed, {bytes_text(found)}", flush=True)
-    return EXIT_FINISHED
+def _delete_leftovers(runs_dir: Path) -> None:
+    """Delete what is left of removals, as far as this user may."""
+    for path in _aside(runs_dir).iterdir():
+        shutil.rmtree(path, ignore_errors=True)
 
 
-def _remove_checkpoints(run: RunDir) -> int:
-    found = _size(run, checkpoints_only=True)
-    removal.remove_checkpoints(run)
-    print(f"{run.name}: checkpoints removed, {bytes_text(found)}", flush=True)
-    return EXIT_FINISHED
+def _size(folders: Sequence[Path]) -> int:
+    """Return the bytes that the disk gets back: not those of files with another name elsewhere."""
+    names: dict[tuple[int, int], list[int]] = {}
+    for info in (info for folder in folders for info in _files(folder)):
+        entry = names.setdefault((info.st_dev, info.st_ino), [info.st_nlink, 0, info.st_blocks * BLOCK])
+        entry[1] += 1
+    return sum(size for links, seen, size in names.values() if seen >= links)
 
 
-def _size(run: RunDir, checkpoints_only: bool) -> int:
-    return sum(removal.size(path) for path in removal.part_of(run, checkpoints_only=checkpoints_only))
+def _files(folder: Path) -> Iterator[os.stat_result]:
+    for parent, _, files in os.walk(folder):
+        yield from (Path(parent, name).lstat() for name in files)
 
 
-def bytes_text(size: int) -> str:
-    """`512 B`, `30.1 MB`: as disks are counted, in powers of 1000."""
+def in_words(size: int) -> str:
+    """Return `512 B`, `30.1 MB`: in powers of 1000, as disks are sold."""
     value, unit = float(size), "B"
     for larger in ("kB", "MB", "GB", "TB"):
         if value < 1000:

@@ -1,212 +1,207 @@
-"""jobkit status RUN ...: how runs stand, attempt by attempt."""
+"""jobkit status RUN ...: how runs stand, attempt by attempt, and what to type next.
+
+View (journal and scheduler), Progress, accounts --describe--> lines for a person, or --json for programs
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
-import sys
+import math
+import statistics
 import time
-from collections.abc import Sequence
+from typing import Any
 
-from jobkit.cli.arguments import add_selection, chosen_runs
-from jobkit.cli.json_text import json_text
-from jobkit.errors import EXIT_FINISHED, SchedulerError
-from jobkit.run.accounting import Account, Restart
-from jobkit.run.config import StartFrom
-from jobkit.run.continuation import how_to_continue
-from jobkit.run.dependencies import verdict
+from jobkit.cli.arguments import add_runs, chosen
+from jobkit.errors import EXIT_FINISHED
+from jobkit.run import records
+from jobkit.run.accounting import Account, accounts, goodput
+from jobkit.run.chain import waits_for
 from jobkit.run.duration import format_seconds
-from jobkit.run.records import Failure
-from jobkit.run.rundir import RunDir
-from jobkit.run.silent import is_silent
-from jobkit.run.status import Attempt, State, Status
-from jobkit.run.usage import show_examples
-from jobkit.submission.checkpoints_left import where_deleted
-from jobkit.submission.observer import is_active, may_be_requeued, observe
-from jobkit.submission.waiting import explained
+from jobkit.run.files import json_text, read_json
+from jobkit.run.older import HINT
+from jobkit.run.records import Ended, Progress
+from jobkit.run.status import Attempt
+from jobkit.run.tail import Tail
+from jobkit.run.view import LOST, View, views
+from jobkit.supervisor.devices import turns
+from jobkit.usage import show_examples, to_continue, to_type
 
 SAMPLES_SHOWN = 8
 """How many ids of a failed rank's batch are printed: a person looks one or two up."""
 
+SLOW_FACTOR, SLOW_SHARE = 1.5, 0.1
+"""A slow rank needs this many times the median rank's time, and this part of a step more than it."""
 
-ENDS = {
-    "user": "stopped by Ctrl-C or SIGTERM",
-    "left": "the script ended without ctx.finish",
-    "timeout": "time limit",
-    "signal": "stopped by a signal",
-    "lost": "lost, nobody recorded why",
-}
-"""Causes of an end whose names do not explain themselves, as a person reads them."""
+LINES_OF_LOG = 10
+"""How much is shown of the output of a job that could not begin, as for a `setup` line that fails."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_selection(parser)
-    parser.add_argument(
-        "--json", action="store_true", help="for programs: what status.json has, and the state of the job"
-    )
-    show_examples(
-        parser,
-        "toy  attempts, the time in them, and why they ended",
-    )
+    add_runs(parser)
+    parser.add_argument("--json", action="store_true", help="for programs: status.json, the view and the progress")
+    show_examples(parser, {"toy": "attempts, why they ended, where the time went"})
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the status of each run, after the scheduler was asked whether its job lives."""
-    found = chosen_runs(arguments)
-    statuses = [(run, *_look(run)) for run in found]
+    """Print how each run stands, after its scheduler was asked."""
+    seen = views(chosen(arguments))
     if arguments.json:
-        plain = [{"run": run.name, "path": str(run.path), **status.as_dict()} for run, status, _ in statuses]
-        print(json_text(plain[0] if len(found) == 1 else plain))
+        values = [_values(view) for view in seen]
+        print(json_text(values[0] if len(values) == 1 else values))
     else:
-        texts = ["\n".join(describe(run, status, is_ending=is_ending)) for run, status, is_ending in statuses]
-        print("\n\n".join(texts), end="\n" if texts else "")
+        print("\n\n".join("\n".join(describe(view, view.run.progress(), time.time())) for view in seen))
     return EXIT_FINISHED
 
 
-def _look(run: RunDir) -> tuple[Status, bool]:
-    """A run's status, and whether it has stopped in a job that has not ended."""
-    try:
-        status = observe(run)
-        return status, may_be_requeued(status) and is_active(run, status)
-    except SchedulerError as error:
-        print(f"{error}; what follows is what the run directory says", file=sys.stderr)
-        return run.status(), False
+def _values(view: View) -> dict[str, Any]:
+    progress = view.run.progress()
+    spent = accounts(view.status, progress, time.time())
+    return {
+        **view.status.as_dict(),
+        "run": view.run.name,
+        "path": str(view.run.path),
+        "state": view.state,
+        "words": view.words,
+        "job_id": view.job_id,
+        "answered": view.answered,
+        "checkpoint": view.run.durable_step(),
+        "start": records.plain(start) if (start := view.run.start()) is not None else None,
+        "progress": records.plain(progress) if progress is not None else None,
+        "slow_ranks": slow_ranks(view, progress),
+        "verified": verified(view),
+        "accounts": [dataclasses.asdict(account) for account in spent],
+        "goodput": goodput(spent),
+    }
 
 
-def describe(run: RunDir, status: Status, *, is_ending: bool = False) -> list[str]:
-    """The status in lines for a person; the last says what to type next.
+def slow_ranks(view: View, progress: Progress | None) -> list[dict[str, Any]]:
+    """Return {rank, node, seconds, median} of the ranks of a running attempt that hold the others up."""
+    began = view.status.attempt.began if view.status.attempt is not None else None
+    if began is None or view.is_over or progress is None or progress.attempt != began.attempt:
+        return []
+    seconds = progress.rank_seconds or []
+    median = statistics.median_low(seconds) if seconds else 0.0  # of two ranks the faster one
+    least = max(SLOW_FACTOR * median, median + SLOW_SHARE / (progress.steps_per_second or math.inf))
+    nodes = began.nodes or [began.host]
+    return [
+        {"rank": rank, "node": nodes[rank * len(nodes) // len(seconds)], "seconds": value, "median": median}
+        for rank, value in enumerate(seconds)
+        if value > least
+    ]
 
-    `is_ending` says of an interrupted run that its Slurm job has not ended, and so may go back into the queue.
-    """
-    silent = is_silent(run, status)
-    known = f", {status.steps}" if status.has_loop else ""
-    lines = [f"{run.name}: {status.state}{known}"]
-    if status.probably is not None:
-        job_gone = f"job {status.job_id}" if status.scheduler == "slurm" else f"process {status.job_id}"
-        why = f"{job_gone} is gone, and nobody recorded why" if status.job_id else "it has no job"
-        lines[0] = f"{run.name}: probably {status.probably}{known} ({why})"
-    if status.state.is_under_way:
-        lines[0] += f" ({'job' if status.scheduler == 'slurm' else 'process'} {status.job_id} on {status.cluster})"
-    if status.state == State.QUEUED and status.next_began != "submitted":
-        lines.append("  in the queue again: it continues by itself")
-    before = verdict(run, status.after).text if status.state in (State.QUEUED, State.HELD) else ""
-    if before and status.scheduler == "slurm":
-        held = "held until that is continued, and " if status.state == State.HELD and status.held_for_others else ""
-        lines.append(f"  waiting for: {before}; {held}it starts by itself when that is finished")
-    elif status.state == State.HELD:
-        lines.append(f"  held: {explained(str(status.waits_for))}; to release it: scontrol release {status.job_id}")
-    elif status.waits_for is not None and status.scheduler != "slurm":
-        lines.append(f"  waiting for: {status.waits_for}")
-    elif status.waits_for is not None:
-        lines.append(f"  waiting: {explained(status.waits_for)}")
-    if status.state.is_under_way and status.cancel_at is not None:
-        left = format_seconds(status.cancel_seconds_left)
-        ranks = f"its program has {left} more to end" if silent else f"its ranks have {left} more to write a checkpoint"
-        lines.append(f"  cancelling: {ranks if status.state == State.RUNNING else 'its job ends when it starts'}")
-    if status.start_from is not None:
-        lines.append(f"  started from {StartFrom(**status.start_from)}")
-    if status.skipped_batches:
-        *_, (step, samples) = status.skipped_batches.items()
-        shown = f"the last of step {step}, samples {_shown(samples)}"
-        lines.append(f"  left out {len(status.skipped_batches)} batch(es) whose loss was no number: {shown}")
-    if (loss := status.loss_without_harm) is not None:
-        place = f"step {loss['step']} on rank {loss['rank']}, samples {_shown(loss['samples'])}"
-        lines.append(f"  a loss that was no number did no harm: {place}")
-    if status.skip_samples:
-        lines.append(f"  leaves out {len(status.skip_samples)} sample(s): {_shown(status.skip_samples)}")
-    nodes: list[str] = []
-    for attempt in status.attempts:
-        lines += _attempt_lines(attempt, has_moved=attempt.nodes != nodes, is_silent=silent)
-        nodes = attempt.nodes
-    for slow in status.stragglers:
-        times = f"{slow.seconds:.3g} s a step by itself, the median rank {slow.median:.3g} s"
-        lines.append(f"slow: rank {slow.rank} on {slow.host} is slower than the others: {times}")
+
+def verified(view: View) -> dict[str, Any] | None:
+    """Return {time, equal, nondeterministic} of the last `jobkit verify` of the run's code; None if there was none."""
+    submitted = view.status.submitted
+    code = submitted.code if submitted is not None else None
+    value = read_json(view.run.path.parent / ".verified" / f"{code}.json")
+    return value if isinstance(value, dict) else None
+
+
+def describe(view: View, progress: Progress | None, now: float) -> list[str]:
+    """Return the status in lines for a person; the last says what to type next."""
+    status, run, state = view.status, view.run, view.state
+    newest = status.attempt
+    if progress is not None and (newest is None or progress.attempt != newest.number):
+        progress = None
+    spent = accounts(status, progress, now)
+    steps = _steps(spent, progress) if status.rewound is None else f", step {status.rewound}"
+    lines = [f"{run.name}: {state}{steps}"]
+    if view.words:
+        lines.append(f"  {view.words}")
+    if waiting := waits_for(run, status):
+        lines.append(f"  it starts once these are finished: {waiting}")
+    if state == "queued" and view.job is None and (turn := turns().get(str(run.path))):
+        lines.append(f"  it waits for devices of this machine: {turn}")
+    if (view.is_pending or state == LOST) and run.failed_starts.exists():
+        lines.append("  the last start of its job began no attempt; the end of its output:")
+        lines += [f"    {line}" for line in Tail().read(run.job_log, to_the_end=True)[-LINES_OF_LOG:]]
+    for attempt, account in zip(status.attempts, spent, strict=True):
+        lines += _attempt_lines(attempt, account, is_running=attempt is status.open_attempt and not view.is_over)
     if status.excluded_nodes:
         lines.append(f"excluded nodes: {', '.join(status.excluded_nodes)} (they failed under this run)")
-    if status.goodput is not None:
-        since = format_seconds(max(a.account.until for a in status.attempts if a.account) - status.attempts[0].started)
-        lines.append(f"goodput: {status.goodput:.0%} of the {since} since the first start were new steps")
-    if status.checkpoint is not None:
-        lines.append(f"newest checkpoint: step {status.checkpoint}{where_deleted(run, status.checkpoint)}")
-    if status.error:
-        lines.append(f"error: {status.error}")
-    if status.state == State.FAILED and status.attempt and status.attempt.failure:
-        lines += _failure_lines(status.attempt.failure)
+    for slow in slow_ranks(view, progress):
+        times = f"{slow['seconds']:.3g} s a step before it waits for others, the median rank {slow['median']:.3g} s"
+        lines.append(f"slow: rank {slow['rank']} on {slow['node']} needs {times}")
+    lines += [f"warning: {warning}" for warning in (progress.warnings if progress is not None else [])]
+    share = goodput(spent)
+    if share is not None:
+        since = format_seconds(spent[-1].until - spent[0].began)
+        lines.append(f"goodput: {share:.0%} of the {since} since the first start were new steps")
+    if (word := verified(view)) is not None:
+        age = format_seconds(max(0.0, now - word["time"]))
+        outcome = "equal" if word["equal"] else "it differs after interruptions"
+        outcome = "two straight runs of it differ" if word.get("nondeterministic") else outcome
+        lines.append(f"its code was verified {age} ago: {outcome}")
+    if (start := run.start()) is not None:
+        lines.append(f"began with {'the weights of ' * start.weights_only}step {start.step} of {start.run}")
+    step = run.durable_step()
+    if step is not None:
+        lines.append(f"newest checkpoint: step {step}")
+    if state == "failed" and newest is not None and newest.ended is not None:
+        lines += _failure_lines(newest.ended)
     if status.result is not None:
         lines.append(f"result: {json.dumps(status.result)}")
     lines.append(f"run directory: {run.path}")
-    if is_ending:
-        lines.append(
-            f"job {status.job_id} is ending: in some seconds it is in the queue again, or here is what to type"
-        )
-    elif status.state in (State.INTERRUPTED, State.FAILED, State.CANCELLED):
-        lines.append(f"to {'start it again' if silent else 'continue it'}: {how_to_continue(run, status)}")
+    if status.is_older:
+        lines.append(f"it cannot be continued{f'; {HINT}' if run.final.exists() else ''}")
+    elif state in ("interrupted", "failed", "cancelled", LOST):
+        is_ours = status.submitted is None or status.submitted.launcher is None
+        how = ", with the code as it was submitted" if is_ours else ""
+        lines.append(f"to continue it{how}: {to_continue(run.path, status.submitted)}")
+    elif not view.is_over:
+        lines.append(f"its output: {to_type('logs', run.path, '-f')}")
     return lines
 
 
-def _attempt_lines(attempt: Attempt, *, has_moved: bool, is_silent: bool) -> list[str]:
-    seconds = (attempt.ended or time.time()) - attempt.started
-    first = "?" if attempt.first_step is None else attempt.first_step
-    last = "..." if attempt.last_step is None else attempt.last_step
-    cause = ENDS.get(attempt.cause, attempt.cause) if attempt.cause else "running"
-    begun = f"{first} (from memory)" if attempt.from_memory else first
-    steps = f", steps {begun} to {last}" if attempt.has_loop else ""
-    line = f"  attempt {attempt.id}: {cause}{steps}, {format_seconds(seconds)}, job {attempt.job_id}"
-    lost = _lost(attempt.account, is_silent) if attempt.account else ""
-    lines = [f"{line}; {lost}" if lost else line]
-    if attempt.began == "in place" and attempt.restart is not None:
-        lines.append(f"    restarted in place{_parts(attempt.restart)}")
-    if has_moved and attempt.nodes:
-        lines.append(f"    on {', '.join(attempt.nodes)}")
-    if attempt.wanted_nodes > len(attempt.nodes) > 0:
-        counted = f"{len(attempt.nodes)} of {attempt.wanted_nodes} nodes"
-        lines.append(f"    on {counted}: the same samples in the same order, sums in another (not bit for bit)")
-    if attempt.failure and attempt.failure.error:
-        lines.append(f"    {attempt.failure.error.splitlines()[0]}")
+def _steps(spent: list[Account], progress: Progress | None) -> str:
+    steps = [account.last_step for account in spent if account.last_step is not None]
+    if progress is None or progress.step is None:
+        return f", step {steps[-1]}" if steps else ""
+    total = f" of {progress.total_steps}" if progress.total_steps else ""
+    speed = f", {progress.steps_per_second:.3g} steps/s" if progress.steps_per_second else ""
+    return f", step {max(progress.step, *steps[-1:], 0)}{total}{speed}"
+
+
+def _attempt_lines(attempt: Attempt, account: Account, *, is_running: bool) -> list[str]:
+    began, ended = attempt.began, attempt.ended
+    if ended is not None:
+        cause = ended.cause.replace("_", " ")
+    else:
+        cause = "running" if is_running else "its end is not recorded"
+    steps = "" if account.first_step is None else f", steps {account.first_step} to {account.last_step}"
+    spent = {"in the queue": account.queue}
+    if account.first_step is not None:  # a `command:` does not say when its start is over
+        spent |= {"starting": account.starting, "ending": account.ending}
+    parts = [f"{seconds:.0f} s {part}" for part, seconds in spent.items() if seconds >= 0.5]
+    where = f" on {', '.join(began.nodes)}" if began.nodes else ""
+    lines = [f"  attempt {attempt.number} ({began.how}): {cause}{steps}, {format_seconds(account.seconds)}{where}"]
+    if account.repeated_steps:
+        parts.append(f"{account.repeated_steps} steps repeated{_compared(ended)}")
+    if parts:
+        lines.append(f"    {', '.join(parts)}")
+    if ended is not None and ended.error:
+        places = {"node": ended.node, "step": ended.step}  # the error names the rank
+        place = ", ".join(f"{name} {value}" for name, value in places.items() if value not in (None, "local"))
+        lines.append(f"    {place}{': ' if place else ''}{ended.error.splitlines()[0]}")
     return lines
 
 
-def _parts(restart: Restart) -> str:
-    """`: notice 0.1 s, kill 0.1 s, ...`, as far as it is known."""
-    known = [(name, seconds) for name, seconds in dataclasses.asdict(restart).items() if seconds is not None]
-    return ": " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in known) if known else ""
+def _compared(ended: Ended | None) -> str:
+    """Return the comparison of an attempt's repeated steps with their first run, in words."""
+    if ended is None or not ended.compared:
+        return ""
+    if ended.differs_at is not None:
+        return f", and step {ended.differs_at} logged other values than before: `jobkit verify` finds the reason"
+    return f", {ended.compared} compared, equal"
 
 
-def _lost(account: Account, is_silent: bool) -> str:
-    """Where an attempt's time went, but for new steps; what took no second is left out.
-
-    Of a command that reports nothing nobody knows when its start-up was over.
-    """
-    again = f"{account.repeated_steps} steps repeated"
-    in_vain = f"{account.lost_steps} steps that no checkpoint has"
-    spent = {
-        "in the queue": account.queue,
-        "start-up": 0.0 if is_silent else account.startup,
-        again: account.repeated,
-        in_vain: account.lost,
-        "checkpoints": account.checkpoints,
-        "until its end was noticed": account.ending,
-    }
-    parts = [f"{what} {seconds:.0f} s" for what, seconds in spent.items() if seconds >= 0.5]
-    if account.repeated_steps and account.repeated < 0.5:
-        parts.append(again)
-    if account.lost_steps and account.lost < 0.5:
-        parts.append(in_vain)
-    return ", ".join(parts)
-
-
-def _failure_lines(failure: Failure) -> list[str]:
-    known = {"rank": failure.rank, "step": failure.step, "node": failure.node}
-    lines = ["failed at: " + ", ".join(f"{what} {value}" for what, value in known.items() if value is not None)]
-    if failure.samples:
-        lines.append(f"samples of that rank's batch: {_shown(failure.samples)}")
-    if failure.traceback:
-        lines += ["", *failure.traceback.rstrip().splitlines(), ""]
-    return lines
-
-
-def _shown(samples: Sequence[int]) -> str:
-    """The first ids of samples, and how many there are more."""
-    shown, more = samples[:SAMPLES_SHOWN], len(samples) - SAMPLES_SHOWN
-    return ", ".join(map(str, shown)) + (f" and {more} more (--json lists them)" if more > 0 else "")
+def _failure_lines(ended: Ended) -> list[str]:
+    lines = []
+    if ended.samples:
+        more = len(ended.samples) - SAMPLES_SHOWN
+        shown = ", ".join(map(str, ended.samples[:SAMPLES_SHOWN]))
+        lines.append(f"samples of that rank's batch: {shown}" + (f" and {more} more (--json)" if more > 0 else ""))
+    return [*lines, "", *ended.traceback.rstrip().splitlines(), ""] if ended.traceback else lines

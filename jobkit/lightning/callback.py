@@ -1,231 +1,157 @@
-"""JobkitCallback: checkpoints, stops and curves of a Trainer by `ctx.boundary`."""
+"""JobkitCallback: checkpoints, stops and curves of a Trainer's run.
+
+    Trainer.fit --fetches a batch--> _between --> ctx.boundary(step) --_save--> trainer.save_checkpoint
+                                                                     --tracked--> TrainerState (state.py)
+
+A boundary comes before a batch is fetched: there Lightning's loops have nothing half done, validations included.
+"""
 
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import jobkit
 from jobkit.errors import UsageError
-from jobkit.lightning import state
-from jobkit.lightning.packages import lightning
-from jobkit.lightning.trainer import (
-    CheckpointFiles,
-    leave_signals_to_jobkit,
-    leave_slurm_to_jobkit,
-    resume_loaders,
-    takes_batches_itself,
-    use_logger,
-    watch_batches,
-    watch_making_of_loaders,
-)
-from jobkit.log import log
-from jobkit.train.gradient_order import GradientOrder, known_orders, orders_of, settle_all
-from jobkit.train.kept_attributes import KeptAttributes, Saved, on_device
+from jobkit.lightning.loader import ResumableLoader
+from jobkit.lightning.logger import JobkitLogger
+from jobkit.lightning.package import environments, lightning
+from jobkit.lightning.state import TrainerState
 from jobkit.worker.context import Context
-from jobkit.worker.params import own_arguments
 
 FILE = "lightning.ckpt"
-"""Lightning's own checkpoint, in a checkpoint of jobkit's."""
+"""Lightning's own checkpoint, within a checkpoint of the run."""
 
 
 class JobkitCallback(lightning.Callback):  # type: ignore[misc]
-    """A Trainer's run is continued in the middle of an epoch, exactly, whatever has interrupted it.
+    """Continues a Trainer's run exactly, in the middle of an epoch too. It is made before the Trainer.
 
-        trainer = Trainer(callbacks=[job := JobkitCallback()], ...)
-        trainer.fit(model, ckpt_path=job.checkpoint)
+    ctx = jobkit.init()                                     # not in the function of a `task:`
+    trainer = Trainer(callbacks=[job := JobkitCallback()], ...)
+    trainer.fit(model, ckpt_path=job.checkpoint)
+    ctx.finish()
 
-    It is made before the Trainer, for it makes the process group. `ctx` is the context of a script that has called
-    jobkit.init; without one it calls that, with `options` (params, by default the script's arguments, name, runs_dir
-    ...). When the script ends, the run has finished, with the metrics of the last epoch as its result; a script may
-    call `job.ctx.finish(result)` itself.
+    A step of the run is a batch after which an optimizer steps. Raises UsageError where there is no context.
     """
 
-    def __init__(self, ctx: Context | None = None, **options: Any) -> None:
-        leave_slurm_to_jobkit()
-        if "config" not in options:
-            options = {"params": own_arguments(), **options}
-        self.ctx: Context = ctx or Context.current() or jobkit.init(**{"seed": None, **options})
-        """The run's context, for what is logged besides and for a `finish(result)` of one's own."""
+    def __init__(self, ctx: Context | None = None) -> None:
+        given = ctx or Context.current()
+        if given is None:
+            raise UsageError("JobkitCallback(): call jobkit.init() before, or give it the ctx of the training function")
+        # Else Lightning would count Slurm's tasks, requeue the job and load files of its own.
+        environments.SLURMEnvironment.detect = staticmethod(lambda: False)
+        self.ctx: Context = given
+        # Before Lightning waits for ranks that nobody starts.
+        environments.LightningEnvironment.validate_settings = lambda _, **sizes: self._check_size(**sizes)
         self._trainer: Any = None
-        self._state: dict[str, Any] | None = None
-        """This rank's state in the checkpoint that the attempt begins with, until it is put in place."""
-        self._kept: KeptAttributes | None = None
-        self._of_data: KeptAttributes | None = None
-        self._before_loaders: Saved = {}
-        """What the objects that make the training's loaders had kept as they were asked for them last."""
+        self._state: TrainerState | None = None
+        self._total: int | None = None
         self._step: int | None = None
-        """That of the last boundary."""
-        self._has_ended = False
-        self._orders: list[GradientOrder] = []
+        """Of the last boundary."""
 
     @property
     def checkpoint(self) -> str | None:
-        """For `trainer.fit(ckpt_path=...)`: Lightning's checkpoint that the run goes on from; None where it begins."""
+        """Lightning's checkpoint that the run continues from, for `trainer.fit(ckpt_path=...)`; None at its begin."""
         return str(self.ctx.checkpoint / FILE) if self.ctx.checkpoint is not None else None
+
+    def _check_size(self, *, num_devices: int, num_nodes: int) -> None:
+        if num_devices * num_nodes != self.ctx.world_size:
+            raise UsageError(
+                f"Trainer(devices={num_devices}, num_nodes={num_nodes}), and {self.ctx.world_size} "
+                "rank(s) run: give it tasks_per_node and nodes of the YAML's `resources:`"
+            )
 
     # Lightning's hooks
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Take over what jobkit owns, before Lightning restores anything."""
-        leave_signals_to_jobkit(trainer)
+        """Before Lightning restores anything."""
+        trainer._signal_connector.register_signal_handlers = lambda: None  # they would come before the run's
         if stage != "fit":
             return
         if self._trainer is not None:
-            raise UsageError(
-                "jobkit.lightning: this is the second trainer.fit of the run, whose steps would be in no checkpoint: "
-                "one fit a run; make it a script of its own"
-            )
+            raise UsageError("this is the second trainer.fit of the run: a run has one; make the other one a run too")
         self._trainer = trainer
-        self._check_ranks(trainer)
-        if self.ctx.checkpoint is not None:
-            self._state = self._read(self.ctx.rank)
-            if self._state is None or self._state.get("world_size") != self.ctx.world_size:
-                self._state = None  # on all ranks: their loops count the same batches
-                if self.ctx.is_main:
-                    log.info("the checkpoint is of another number of ranks: its epoch begins anew, on other samples")
-        use_logger(trainer, self.ctx)
-        files = trainer.strategy.checkpoint_io = CheckpointFiles(trainer, self.ctx)
-        if self.ctx.is_main:
-            files.remove_after(self.ctx.step)
-        resume_loaders(trainer, waits=lambda: self._state is not None)
-        watch_making_of_loaders(trainer, self._before_making_of_loaders)
-
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """See that the script has passed the checkpoint on."""
-        given = trainer._checkpoint_connector._ckpt_path
-        if (given and str(given)) != self.checkpoint:
-            begins = f"goes on from {self.checkpoint}" if self.checkpoint else "begins anew"
-            raise UsageError(
-                f"jobkit.lightning: the run {begins}, but trainer.fit was given ckpt_path={given!r}: write "
-                "trainer.fit(..., ckpt_path=job.checkpoint); weights to begin with are loaded into the module before"
-            )
-        if self._state is not None and self._state["should_stop"]:
-            trainer.should_stop = True  # an EarlyStopping had decided it
+        self._check_size(num_devices=trainer.num_devices, num_nodes=trainer.num_nodes)
+        others = [logger for logger in trainer.loggers if type(logger).__name__ != "TensorBoardLogger"]
+        trainer.loggers = [JobkitLogger(self.ctx), *others]
+        files, process = trainer.strategy.checkpoint_io, trainer.strategy.process_dataloader
+        load = files.load_checkpoint
+        # The run's own checkpoint is read whole: hyperparameters may be any objects.
+        files.load_checkpoint = lambda path, *more, **options: load(
+            path, *more, **options | ({"weights_only": False} if str(path) == self.checkpoint else {})
+        )
+        trainer.strategy.process_dataloader = lambda loader: (
+            ResumableLoader(process(loader)) if trainer.training else process(loader)
+        )
+        if (drill := self.ctx._loop.drill) is not None:
+            batches = (drill.shorten or drill.steps) * trainer.accumulate_grad_batches
+            limit, interval = trainer.limit_train_batches, trainer.val_check_interval
+            trainer.limit_train_batches = min(limit, batches) if type(limit) is int else batches
+            trainer.val_check_interval = min(interval, batches) if type(interval) is int else interval
+            trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin at the first batch: what Lightning restarts by itself is for other places in its loops."""
-        if takes_batches_itself(trainer):
+        """Lightning has restored what its checkpoint holds. Raises UsageError where it read another one, or none."""
+        if (given := trainer.ckpt_path) != self.checkpoint and (given or self.checkpoint):
             raise UsageError(
-                "jobkit.lightning: training_step(dataloader_iter) takes batches ahead, which no checkpoint would hold: "
-                "write training_step(batch, batch_idx)"
+                f"trainer.fit got ckpt_path={given!r}, and the run stands at step {self.ctx.step}: write trainer.fit("
+                "..., ckpt_path=job.checkpoint), and load weights to begin with into the module. A callback that reads "
+                "a checkpoint of its own, as LearningRateFinder, is for a script without jobkit"
             )
-        trainer.fit_loop.epoch_loop._restarting = False
-        watch_batches(trainer, self._between_batches)
+        loop = self.ctx._loop
+        self._state = TrainerState(trainer, with_weights=loop.drill is not None)
+        self.ctx.track(per_rank={"lightning": self._state})
+        if self._state.saved is not None:
+            trainer.fit_loop.epoch_loop.restarting = False
+        if loop.trace is not None:
+            loop.trace.samples = self._state.sample_ids
+        total = trainer.estimated_stepping_batches
+        self._total = int(total) if pl_module.automatic_optimization and 0 < total < math.inf else None
+        self._watch()
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Where loaders are made anew for an epoch."""
-        watch_batches(trainer, self._between_batches)
+    def on_train_epoch_start(self, *_: Any) -> None:
+        """Lightning may have made loaders anew."""
+        self._watch()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """The last step is done."""
-        self._end()
-
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """It may have had nothing to do: an earlier attempt had ended it."""
-        if not self._has_ended:
-            self._keep_attributes()
-            self._end()
-
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """After a test: a stop that came meanwhile is obeyed here."""
-        if stage != "fit" and self._has_ended and not self.ctx.ending.is_closed and sys.exc_info()[0] is None:
-            self._boundary(self.ctx.step)
+        """The last step is done, and its metrics join the result."""
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        if self._step is not None and self._state is not None:
+            self.ctx.boundary(step, self._save, total=step, epoch=trainer.current_epoch)
+            self.ctx._checkpoints.results |= {name: float(value) for name, value in trainer.callback_metrics.items()}
+            self._state.has_ended = True
 
     def on_validation_batch_end(self, *_: Any) -> None:
-        """An evaluation is no hang."""
-        self.ctx.heartbeat()
+        """Tell the watchdog that a validation is no hang."""
+        self.ctx._rank.beat_again()
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
-    def _before_making_of_loaders(self) -> None:
-        """Loaders are made before the first batch is due, from attributes that are restored there: so it is twice."""
-        if self._of_data is None:
-            self._of_data = state.of_data(self._trainer)
-        if self._state is not None:
-            self._of_data.restore(self._state.get("before_loaders", {}))
-        self._before_loaders = self._of_data.snapshot()
-
     # Between two batches
 
-    def _between_batches(self) -> None:
-        trainer = self._trainer
-        step = trainer.global_step
-        if self._step is None:
-            self._begin(step)
-        elif step > self._step:
-            self._boundary(step)
+    def _watch(self) -> None:
+        """Have `_between` called before each batch is fetched."""
+        fetcher = self._trainer.fit_loop._data_fetcher
+        kind, between = type(fetcher), self._between
 
-    def _begin(self, step: int) -> None:
-        """The first batch is about to be fetched: go on exactly where the checkpoint was written, at the same place."""
-        self._keep_attributes()
-        self._orders = orders_of(self._trainer.model)
-        if self._state is not None:
-            state.load(self._trainer, self._state)
-            settle_all(self._orders, self._state["orders"])
-            self._state = None
-        self._boundary(step)  # the first: this rank's random numbers are restored in here
+        def fetch(self: Any) -> Any:
+            between()
+            return kind.__next__(self)
 
-    def _keep_attributes(self) -> None:
-        """From here on: what callbacks do as the training begins is the code's, and no change."""
-        self._kept = state.kept_attributes(self._trainer, one_disk=not self.ctx.has_several_disks)
-        if self._state is not None:
-            self._kept.restore(self._state["kept"], lambda rank: dict(self._read(rank) or {})["kept"])
-        elif self.ctx.checkpoint is not None and (first := self._read(0)) is not None:
-            self._kept.restore(first["kept"])  # of another number of ranks: rank 0's, for all
+        if not kind.__name__.startswith("Jobkit"):
+            fetcher.__class__ = type(f"Jobkit{kind.__name__}", (kind,), {"__next__": fetch})
 
-    def _boundary(self, step: int) -> None:
-        self._step = step
-        self.ctx.boundary(step, self._save, total=self._total())
-
-    def _total(self) -> int | None:
-        total = self._trainer.estimated_stepping_batches
-        return int(total) if math.isfinite(total) and total > 0 else None
-
-    def _end(self) -> None:
-        """The training is over, and durable; the script goes on, and may test what was trained."""
-        self._has_ended = True
-        self._boundary(self._trainer.global_step)
-        metrics = {name: float(value) for name, value in self._trainer.callback_metrics.items()}
-        self.ctx.end_loop(lambda: metrics)
+    def _between(self) -> None:
+        trainer, drill = self._trainer, self.ctx._loop.drill
+        if self._step is None and self._state is not None:
+            self._state.apply()
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        if drill is not None and step >= drill.steps:
+            trainer.should_stop = True
+            raise StopIteration  # the epoch ends here, and the training with it
+        if self._step is None or step > self._step:
+            self._step = step
+            self.ctx.boundary(step, self._save, total=self._total, epoch=trainer.current_epoch)
 
     def _save(self, folder: Path) -> None:
-        trainer = self._trainer
-        trainer.save_checkpoint(folder / FILE)
-        if self.ctx.has_several_disks and self.ctx.local_rank == 0 and not trainer.is_global_zero:
-            content = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-            trainer.strategy.checkpoint_io.save_checkpoint(content, folder / FILE)
-        found: dict[str, Any] = {"world_size": self.ctx.world_size, "should_stop": trainer.should_stop}
-        assert self._kept is not None
-        found["kept"] = self._kept.changed()
-        if not self._has_ended:
-            found |= state.save(trainer)
-            found |= {"orders": known_orders(self._orders), "before_loaders": self._before_loaders}
-        torch.save(found, folder / _rank_file(self.ctx.rank))
-
-    def _read(self, rank: int) -> dict[str, Any] | None:
-        """What a rank wrote; None where there was none."""
-        assert self.ctx.checkpoint is not None
-        file = self.ctx.checkpoint / _rank_file(rank)
-        return torch.load(file, map_location=on_device(self.ctx.device), weights_only=False) if file.exists() else None
-
-    # What must hold
-
-    def _check_ranks(self, trainer: Any) -> None:
-        if trainer.world_size == self.ctx.world_size:
-            return
-        ranks, devices, nodes = trainer.world_size, trainer.num_devices, trainer.num_nodes
-        raise UsageError(
-            f"jobkit.lightning: the Trainer is for {ranks} rank(s) (devices={devices}, num_nodes={nodes}), but "
-            f"{self.ctx.world_size} were started. Start them by torchrun --nproc-per-node={devices} "
-            f"{Path(sys.argv[0]).name}, or by a YAML with command: and resources: {{nodes: {nodes}, "
-            f"tasks_per_node: {devices}}}; Lightning's own start of processes is not used"
-        )
-
-
-def _rank_file(rank: int) -> str:
-    return f"rank_{rank:05d}.pt"
+        self._trainer.save_checkpoint(folder / FILE)

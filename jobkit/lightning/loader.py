@@ -1,95 +1,65 @@
-"""The training's loaders, as Lightning iterates over them: they can tell where they stand, and go on there."""
+"""A training loader of the script's own, as the Trainer iterates over it: each pass knows its place.
+
+    Trainer --iter--> ResumableLoader --> Iteration --next--> Pass (train/foreign_loader.py) --> the script's loader
+
+callback.py wraps the training's loaders with it; state.py saves and restores the place.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jobkit.train.loader_pass import LoaderPass
-from jobkit.train.own_state import own_state, set_own_state
+from jobkit.train.foreign_loader import Pass, draw_base
 
 
 class ResumableLoader:
-    """A loader as the script made it, with its attributes, whose iterations have a position.
+    """A loader with the attributes of the script's loader."""
 
-    What others, as a callback, read of it is no part of that. `waits`: whether the position is not known yet, for it is
-    in a checkpoint that is still to be loaded; nothing is read until `Iteration.place`.
-    """
-
-    def __init__(self, loader: Any, *, waits: bool = False) -> None:
-        self.loader, self.waits = loader, waits
+    def __init__(self, loader: Any) -> None:
+        self._jobkit_loader = loader
 
     def __iter__(self) -> Iteration:
-        return Iteration(self)
+        return Iteration(self._jobkit_loader)
 
     def __len__(self) -> int:
-        return len(self.loader)
+        return len(self._jobkit_loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # while it is unpickled
-            raise AttributeError(name)
-        return getattr(self.loader, name)
-
-    @property
-    def _iterator(self) -> Any:
-        """That of persistent workers, which Lightning ends at the end of the training."""
-        return getattr(self.loader, "_iterator", None)
-
-    @_iterator.setter
-    def _iterator(self, value: Any) -> None:
-        self.loader._iterator = value
-
-    @property
-    def worker_init_fn(self) -> Any:
-        """The loader's; Lightning gives it one after `seed_everything(workers=True)`."""
-        return getattr(self.loader, "worker_init_fn", None)
-
-    @worker_init_fn.setter
-    def worker_init_fn(self, value: Any) -> None:
-        self.loader.worker_init_fn = value
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: Lightning saves that of rank 0 for all. It sees by it that this loader can be resumed."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        pass
+        return getattr(vars(self)["_jobkit_loader"], name)
 
 
-class Iteration:
-    """One pass over a ResumableLoader."""
+class Iteration(Iterator[Any]):
+    """One pass. Its number is drawn at the first batch: by then the generators of a resumed run are restored."""
 
-    def __init__(self, loader: ResumableLoader) -> None:
+    def __init__(self, loader: Any) -> None:
         self._loader = loader
-        self._waits = loader.waits
-        self._pass = LoaderPass(loader.loader)
-
-    def __iter__(self) -> Iteration:
-        return self
+        self._pass: Pass | None = None
+        self._batches: Iterator[Any] = iter(())
 
     def __next__(self) -> Any:
-        if self._waits:
-            raise StopIteration  # Lightning reads a stream's first batch ahead
-        return next(self._pass)
+        if self._pass is None:
+            self._pass = Pass(self._loader, draw_base())
+            self._batches = iter(self._pass)
+        batch = next(self._batches)
+        self._pass.taken += 1
+        return batch
 
-    def state(self) -> dict[str, Any]:
-        """Where it stands."""
-        return {"pass": self._pass.state()}
+    def ids(self, ahead: int) -> list[int]:
+        """Return the ids of the samples of the newest batch, `ahead` batches before what was fetched."""
+        return self._pass.ids(self._pass.taken - 1 - ahead) if self._pass is not None else []
 
-    def place(self, state: Mapping[str, Any]) -> None:
-        """Go on with the batch after those of `state`. The process's own generators are left as they are."""
-        self._waits = self._loader.waits = False
-        found = state["pass"]
-        set_own_state(self._loader.loader, found["own_now"])
-        self._pass = LoaderPass(self._loader.loader, found if found["begin"] else None, draws=found["had"])
+    def state(self, ahead: int) -> dict[str, Any]:
+        """Return the place: `ahead` batches, 0 or 1, were fetched and not used. Empty before the first batch."""
+        if self._pass is None:
+            return {}
+        state = self._pass.state_dict()
+        state["taken"] -= ahead
+        if not ahead:  # a stream's own state is that before the newest batch; without it the stream is read again
+            state["stream"] = None
+        return {"base": self._pass.base, "state": state}
 
-
-def own_states(loaders: list[Any]) -> list[dict[str, Any]]:
-    """What the loaders' own generators and samplers have come to."""
-    return [own_state(loader) for loader in loaders]
-
-
-def set_own_states(loaders: list[Any], states: list[dict[str, Any]]) -> None:
-    """Set it, where there are as many loaders."""
-    for loader, state in zip(loaders, states, strict=False):
-        set_own_state(loader, state)
+    def place(self, place: Mapping[str, Any]) -> None:
+        """Go on at a place."""
+        self._pass = Pass(self._loader, place["base"], place["state"]) if place else None
+        self._batches = iter(self._pass or ())

@@ -1,1 +1,1 @@
-"""A run on disk: its configuration, identity, directory and journal. Standard library, OmegaConf and filelock only."""
+"""A run on disk: its config, its files, its journal and what follows from them. Nothing here starts a process."""

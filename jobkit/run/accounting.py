@@ -1,127 +1,91 @@
-"""Where the wall time of a run went: pure arithmetic on the times that its journal holds."""
+"""Where the wall time of a run went: arithmetic on the times in its Status, for `status` and `list`.
+
+    queued ----> began ----> first step ----> last report ----> ended
+           queue     starting       stepping            ending
+                                    (new and repeated steps)
+
+Goodput is the time of new steps over the wall time since the first start, the queue between attempts included.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from jobkit.run.records import Progress
+from jobkit.run.status import Attempt, Status
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Account:
-    """Where one attempt's time went, in seconds, and what it did, in steps."""
+    """Where one attempt's time went, in seconds, and its steps."""
 
-    steps: int
-    """Steps done that no attempt had done before."""
-    repeated_steps: int
-    """Steps that an attempt before had done and lost."""
-    queue: float
-    startup: float
-    """From the start of its processes to the beginning of the loop."""
-    useful: float
-    """Computing new steps."""
-    repeated: float
-    """Computing repeated ones."""
-    checkpoints: float
-    """Held up by checkpoints."""
-    ending: float
-    """From the last step that is known of to the end: unnoticed hangs, dying nodes, a first step that was not done."""
+    attempt: int
+    began: float
     until: float
     """When the account was closed, in seconds since the epoch."""
-    lost_steps: int = 0
-    """New steps that no checkpoint of a run that has stopped holds: whoever continues it does them again."""
-    lost: float = 0.0
-    """Computing those."""
+    queue: float
+    starting: float
+    """From the start of its processes to the first step."""
+    useful: float = 0.0
+    """Computing new steps."""
+    ending: float = 0.0
+    """From its last report to its end: a hang, a dying node, the last checkpoint."""
+    first_step: int | None = None
+    last_step: int | None = None
+    repeated_steps: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Without the queue."""
+        return self.until - self.began
 
 
-def account(
-    *,
-    queued: float | None,
-    started: float,
-    resumed: float | None,
-    last_seen: float | None,
-    ended: float | None,
-    steps: range,
-    stalled: float,
-    best_before: int,
-    kept: int | None = None,
-) -> Account:
-    """The account of an attempt, from its times in seconds since the epoch: None where it did not get that far.
+def accounts(status: Status, progress: Progress | None = None, now: float | None = None) -> list[Account]:
+    """Return the account of each attempt.
 
-    Args:
-        last_seen: when it was last known to have done a step; None where it said itself that it ended.
-        steps: from the first that it began with to the last that it did.
-        stalled: seconds for which checkpoints held up the loop.
-        best_before: the last step that any attempt before it had done.
-        kept: the step of the newest checkpoint of a run that has stopped; None while what it has done may be kept yet.
+        accounts(status, run.progress(), time.time())[-1].useful     # 52.1
+
+    `progress` and `now` are about the attempt that runs; an attempt without any sign of a step has only a start.
     """
-    until = ended or last_seen or resumed or started
-    queue = max(0.0, started - queued) if queued is not None else 0.0
-    if resumed is None:
-        return Account(0, 0, queue, max(0.0, until - started), 0.0, 0.0, 0.0, 0.0, until)
-    last_seen = min(max(last_seen or until, resumed), until) if steps else resumed
-    stalled = min(stalled, last_seen - resumed)
-    training = last_seen - resumed - stalled
-    repeated = max(0, min(steps.stop, best_before) - steps.start)
-    lost = 0 if kept is None else max(0, steps.stop - max(steps.start, best_before, kept))
-    again = training * repeated / len(steps) if steps else 0.0
-    in_vain = training * lost / len(steps) if steps else 0.0
-    return Account(
-        steps=len(steps) - repeated,
-        repeated_steps=repeated,
-        queue=queue,
-        startup=max(0.0, resumed - started),
-        useful=training - again - in_vain,
-        repeated=again,
-        checkpoints=stalled,
-        ending=until - last_seen,
-        until=until,
-        lost_steps=lost,
-        lost=in_vain,
-    )
+    result: list[Account] = []
+    for attempt in status.attempts:
+        best = max((account.last_step or 0 for account in result), default=0)
+        result.append(_account(attempt, progress, now or 0.0, best))
+    return result
 
 
-@dataclass(frozen=True)
-class Restart:
-    """What an attempt took to go on from the one before, in seconds; None for what is not known."""
-
-    notice: float | None
-    """From the last that the one before is known to have done until its supervisor knew that it had failed."""
-    kill: float | None
-    """Until its ranks had ended, and why was known."""
-    start: float | None
-    """Until the new ranks had formed their group; without the queue."""
-    load: float | None
-    """Until the model was built and the checkpoint read."""
-    step: float | None
-    """Until the first step was done."""
-
-
-def restart(
-    *,
-    last_seen: float | None,
-    noticed: float | None,
-    ended: float | None,
-    queue: float,
-    joined: float | None,
-    resumed: float | None,
-    stepped: float | None,
-) -> Restart:
-    """The parts between two attempts, from times in seconds since the epoch and the seconds in the queue."""
-    start = _between(ended, joined)
-    return Restart(
-        notice=_between(last_seen, noticed),
-        kill=_between(noticed, ended),
-        start=None if start is None else max(0.0, start - queue),
-        load=_between(joined, resumed),
-        step=_between(resumed, stepped),
-    )
-
-
-def _between(first: float | None, second: float | None) -> float | None:
-    return None if first is None or second is None else round(max(0.0, second - first), 3)
-
-
-def goodput(accounts: Sequence[Account], first_start: float) -> float | None:
-    """Useful step time over the wall time since the first start; None before there is any."""
-    wall = max((account.until for account in accounts), default=first_start) - first_start
+def goodput(accounts: Sequence[Account]) -> float | None:
+    """Return the share of useful time in the wall time since the first start; None before any step."""
+    if not any(account.last_step is not None for account in accounts):
+        return None
+    wall = accounts[-1].until - accounts[0].began
     return sum(account.useful for account in accounts) / wall if wall > 0 else None
+
+
+def _account(attempt: Attempt, progress: Progress | None, now: float, best: int) -> Account:
+    """The account of an attempt; `best` is the last step of those before."""
+    began, ended = attempt.began.time, attempt.ended
+    if progress is None or progress.attempt != attempt.number:
+        progress = Progress(attempt=attempt.number, time=0.0)
+    until = ended.time if ended is not None else max(now, progress.time, began)
+    seen = ended.last_seen if ended is not None else progress.time
+    last = ended.last_step if ended is not None else progress.step
+    first, loop = (ended or progress).first_step, (ended or progress).loop_began
+    queue = max(0.0, began - attempt.queued) if attempt.queued else 0.0
+    account = Account(attempt=attempt.number, began=began, until=until, queue=queue, starting=max(0.0, until - began))
+    if first is None or last is None:
+        return account
+    loop = min(max(loop or began, began), until)
+    seen = min(max(seen or until, loop), until)
+    steps, repeated = max(0, last - first), max(0, min(last, best) - first)
+    a_step = (seen - loop) / steps if steps else 0.0
+    return replace(
+        account,
+        starting=loop - began,
+        useful=a_step * (steps - repeated),
+        ending=until - seen,
+        first_step=first,
+        last_step=last,
+        repeated_steps=repeated,
+    )

@@ -1,19 +1,24 @@
-"""Lengths of time as people write them in a YAML and as Slurm writes them."""
+"""Lengths of time, as a person writes them in a YAML and as sbatch takes them."""
 
 from __future__ import annotations
 
 import math
 import re
 
-_UNITS = {"s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600, "hours": 3600, "hour": 3600, "d": 86400, "days": 86400}
-_WORDS = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)")
-_CLOCK = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+FORMS = "a time like 30min, 2h, 1h30m, 1 day, 1:30:00 or 1-12:00:00 (a bare number is minutes, as in sbatch --time)"
 
-FORMS = "a time like 30min, 2h, 1:30:00 or 1-12:00:00 (a bare number is minutes, as in sbatch --time)"
+_SECONDS = {"s": 1, "sec": 1, "second": 1, "m": 60, "min": 60, "minute": 60, "h": 3600, "hr": 3600, "hour": 3600}
+_SECONDS |= {"d": 86400, "day": 86400}
+_WORDS = re.compile(r"(?:\d+(?:\.\d+)?\s*[a-z]+\s*)+")
+_WORD = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)")
+_CLOCK = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
 def parse_seconds(text: str | int) -> int:
-    """Seconds of `30min`, `2h`, or of sbatch's `m`, `m:s`, `h:m:s`, `d-h[:m[:s]]`; ValueError for others, and for 0."""
+    """Seconds of `30min`, `1h30m`, `2 days`, or of sbatch's `m`, `m:s`, `h:m:s`, `d-h[:m[:s]]`.
+
+    Raises ValueError, with the allowed forms as its text, for any other text and for a time of 0.
+    """
     seconds = _parse(str(text).strip().lower())
     if seconds is None or seconds <= 0:
         raise ValueError(FORMS)
@@ -21,9 +26,9 @@ def parse_seconds(text: str | int) -> int:
 
 
 def _parse(text: str) -> int | None:
-    if word := _WORDS.fullmatch(text):
-        unit = _UNITS.get(word[2])
-        return None if unit is None else math.ceil(float(word[1]) * unit)
+    if _WORDS.fullmatch(text):
+        parts = [(float(number), _SECONDS.get(unit) or _SECONDS.get(unit[:-1])) for number, unit in _WORD.findall(text)]
+        return None if any(unit is None for _, unit in parts) else math.ceil(sum(n * (unit or 0) for n, unit in parts))
     clock = _CLOCK.fullmatch(text)
     if not clock:
         return None
@@ -36,7 +41,7 @@ def _parse(text: str) -> int | None:
 
 
 def format_seconds(seconds: float) -> str:
-    """`h:mm:ss`, or `d-hh:mm:ss` from a day on: sbatch's own form, so that it can be pasted back."""
+    """`h:mm:ss`, or `d-hh:mm:ss` from a day on: the form of sbatch, so that it can be pasted into a command."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)

@@ -1,59 +1,35 @@
-"""The one way jobkit writes a file: whole or not at all, and on the disk before anything refers to it."""
+"""The one way to write a file: whole or not at all, and on the disk before anything refers to it.
+
+write_json(run.status_file, {"step": 3})     a reader sees the old file or the new one, never a part
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import pwd
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
-
-
-def fsync_file(path: Path) -> None:
-    """Make a file durable that somebody else has written; its name is an entry of its directory."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def fsync_dir(path: Path) -> None:
-    """Make the entries of a directory (a rename, a new file) durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-FOR_ALL = 0o666
-"""Permissions of a file, of which the umask takes away what its user wants to keep."""
+from typing import Any
 
 FOR_OWNER = 0o600
 
 
-def write_atomic(path: Path, data: bytes | str, *, durable: bool = True, mode: int = FOR_ALL) -> None:
-    """Replace `path` with `data`: a reader, or a crash at any instant, sees the old file or the new one.
+def write_atomic(path: Path, data: bytes | str, *, durable: bool = True, mode: int = 0o666) -> None:
+    """Replace `path` with `data`, by a temporary file beside it.
 
-    `durable=False` skips the fsync: for files that are only a view of something durable, like a progress report.
-    `mode`, less the umask, are its permissions from the first instant on.
+    Args:
+        durable: False skips the fsync: for files that are only a view of something durable, like a progress report
+        mode: permissions, less the umask, from the first instant on
     """
-    with replacing(path, durable=durable, mode=mode) as file:
-        file.write(data.encode() if isinstance(data, str) else data)
-
-
-@contextmanager
-def replacing(path: Path, *, durable: bool = True, mode: int = FOR_ALL) -> Iterator[BinaryIO]:
-    """A file to write, which replaces `path` when all of it is there; as `write_atomic`, for what comes in parts."""
-    # Two hosts of one cluster may share a pid, and two threads one process: the temporary's name holds all three.
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{threading.get_ident()}.tmp")
-    temporary.unlink(missing_ok=True)  # of a process of that number which was killed: its permissions may be others
+    temporary = _temporary(path)
+    temporary.unlink(missing_ok=True)  # a killed process of the same pid may have left it, with other permissions
     try:
         with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-            yield file
+            file.write(data.encode() if isinstance(data, str) else data)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
@@ -61,38 +37,76 @@ def replacing(path: Path, *, durable: bool = True, mode: int = FOR_ALL) -> Itera
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    if durable:
-        fsync_dir(path.parent)  # a rename is an entry of the directory, which the file's own fsync does not reach
+    if durable:  # the fsync of the file does not reach its name
+        sync_folder(path.parent)
+
+
+def write_json(path: Path, value: Any, *, durable: bool = True, mode: int = 0o666) -> None:
+    """Replace `path` with a value as indented JSON; NaN and infinity, which JSON does not have, become null."""
+    write_atomic(path, f"{json_text(value)}\n", durable=durable, mode=mode)
+
+
+def json_text(value: Any, indent: int | None = 1) -> str:
+    """A value as JSON for files and for programs: NaN and infinity become null."""
+    return json.dumps(_without_nan(value), indent=indent, allow_nan=False)
+
+
+def as_plain(value: Any) -> Any:
+    """A result of a training function as JSON's values: tensors and arrays as numbers, other objects in words."""
+    if isinstance(value, Mapping):
+        return {str(key): as_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_plain(item) for item in value]
+    if hasattr(value, "tolist"):
+        return as_plain(value.tolist())
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def sync_folder(folder: Path) -> None:
+    """Return when the disk has the names in a folder: a rename is an entry of its folder."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def replace_link(path: Path, target: Path) -> None:
-    """Make `path` a symbolic link to `target`, by a relative way, whatever is there; not durable by itself."""
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{threading.get_ident()}.tmp")
+    """Make `path` a relative symbolic link to `target`, in the place of whatever is there; not durable by itself."""
+    temporary = _temporary(path)
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(os.path.relpath(target, path.parent))
     temporary.replace(path)
 
 
-def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
-    """`write_atomic` of a value as indented JSON."""
-    write_atomic(path, json.dumps(value, indent=1) + "\n", durable=durable)
+def _temporary(path: Path) -> Path:
+    """A name beside `path`. Two hosts of a cluster may share a pid, and two threads a process: it holds all three."""
+    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{threading.get_ident()}.tmp")
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _without_nan(item) for key, item in value.items()}
+    return [_without_nan(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+# Reading
 
 
 def read_json(path: Path, *, fresh: bool = False) -> Any:
-    """The value of a JSON file, or None where there is no such file or it is not whole; `fresh` as by read_fresh."""
+    """The value of a JSON file, or None if there is no such file or it is not whole; `fresh`: see `read_fresh`."""
     try:
         return json.loads(read_fresh(path) if fresh else path.read_bytes())
     except (OSError, ValueError):
         return None
 
 
-# What another host has just made
-
-
 def is_there(path: Path) -> bool:
-    """Whether there is such a file or folder, be it that another host has made it a moment ago.
+    """Whether a file or folder exists, even if another host has made it a moment ago.
 
-    NFS remembers for 30 to 60 s that there was none, unless the folder that it should be in is read again.
+    NFS remembers for 30 to 60 s that a name did not exist, unless its folder is read again.
     """
     if path.exists():
         return True
@@ -101,7 +115,7 @@ def is_there(path: Path) -> bool:
 
 
 def read_fresh(path: Path) -> bytes:
-    """What is in a file, which is looked for as by `is_there`; raises OSError."""
+    """The content of a file that another host may have made a moment ago, as for `is_there`. Raises OSError."""
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -110,57 +124,32 @@ def read_fresh(path: Path) -> bytes:
 
 
 def _read_again(folder: Path) -> None:
-    """Let NFS ask the server what is in a folder; that folder itself may be as new."""
+    """Make NFS ask the server for the entries of a folder; the folder itself may be as new."""
     try:
         with os.scandir(folder) as entries:
             next(entries, None)
     except FileNotFoundError:
         if folder.parent != folder:
             _read_again(folder.parent)
-    except OSError:  # the look that follows says why
+    except OSError:  # the read that follows says why
         return
 
 
-# Who has written a file
+def foreign_owner(path: Path, folder: Path | None = None) -> str | None:
+    """The owner's name of a file that belongs neither to this user nor to the owner of `folder`; else None.
 
-
-def foreign_owner(path: Path, folder: Path) -> str | None:
-    """Who wrote a file, where that was neither this user nor the owner of a folder; None where it was. Raises OSError.
-
-    For what would run code when it is read: whoever else may write in the folder could have put it there.
+    For files that run code when they are read: anybody else who may write in the folder could have put it there.
+    Raises OSError.
     """
     owner = path.stat().st_uid
-    if owner in (os.geteuid(), folder.stat().st_uid):
-        return None
+    is_known = owner == os.geteuid() or (folder is not None and owner == folder.stat().st_uid)
+    return None if is_known else user_name(owner)
+
+
+def user_name(user: int | None = None) -> str:
+    """Return the name of a user, as Slurm knows it: of this process's, or of an id."""
+    user = os.getuid() if user is None else user
     try:
-        return pwd.getpwuid(owner).pw_name
-    except KeyError:
-        return f"user {owner}"
-
-
-def files_below(folder: Path) -> Iterator[Path]:
-    """All files of a folder and of those in it, but what begins with a dot; links are followed, to nothing twice."""
-    state = folder.stat()
-    seen = {(state.st_dev, state.st_ino)}
-    for parent, folders, files in os.walk(folder, followlinks=True):
-        # Links come last: what one leads to is found by its own name where it is here.
-        below = sorted((path.is_symlink(), path) for path in (Path(parent, name) for name in folders))
-        folders.clear()
-        for _, path in below:
-            state = path.stat()
-            if not path.name.startswith(".") and (state.st_dev, state.st_ino) not in seen:
-                seen.add((state.st_dev, state.st_ino))
-                folders.append(path.name)
-        yield from (Path(parent, file) for file in files if not file.startswith("."))
-
-
-def content_digest(*files: Path) -> str:
-    """64 hex digits (SHA-256) of what is in some files, one after the other; raises OSError."""
-    import hashlib  # here: most commands need none
-
-    found = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as opened:
-            for piece in iter(partial(opened.read, 1 << 24), b""):
-                found.update(piece)
-    return found.hexdigest()
+        return pwd.getpwuid(user).pw_name
+    except KeyError:  # a user that this machine does not know
+        return str(user)

@@ -1,4 +1,7 @@
-"""Which run a config is: a hash of what decides the result, and of nothing that only says where it runs."""
+"""The run that a config is: a hash of the values that decide the result, and of none that only say where it runs.
+
+The submission names the run directory by it; `runs.find` and --fresh compare it.
+"""
 
 from __future__ import annotations
 
@@ -6,78 +9,47 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from jobkit.run.config import CommConfig, Config, ParallelConfig
+from jobkit.run.schema import CommConfig, Config, ParallelConfig
 
 
-@dataclass(frozen=True)
-class Owner:
-    """Whose a checkpoint is."""
+def identity(config: Config, start: str = "") -> str:
+    """64 hex digits, equal for two configs exactly if they compute the same; 1 and 1.0 are the same.
 
-    run: str = ""
-    """The name of the run directory that it was written in, for people; empty in one of an older jobkit."""
-    identity: str = ""
-    """`identity` of its config: other names and numbers of --fresh do not make it another's."""
-
-    def is_other_than(self, other: Owner) -> bool:
-        """Whether both are known, and compute different things."""
-        return "" not in (self.identity, other.identity) and self.identity != other.identity
-
-
-def run_name(config: Config) -> str:
-    """`<name>-<hash8>`: equal for two configs exactly when they compute the same, and have one name."""
-    return f"{config.name}-{identity(config)[:8]}"
-
-
-def name_in(runs_dir: Path, config: Config) -> str:
-    """The name that a config's run has in a runs directory: one from before 1.0 counted as 1 is found again."""
-    name, before = run_name(config), f"{config.name}-{_digest(config, config.params)[:8]}"
-    is_older = before != name and not (runs_dir / name).exists() and (runs_dir / before).exists()
-    return before if is_older else name
-
-
-def identity(config: Config) -> str:
-    """64 hex digits, equal for two configs exactly when they compute the same; 1 and 1.0 are the same.
-
-    Resources, clusters, inputs and the checkpoint interval are left out: a run moves between machines and world sizes.
+    Resources, clusters, inputs and checkpoint intervals are left out: a run moves between machines and world sizes.
+    `start` is the checkpoint that the run begins with, for --from.
     """
-    return _digest(config, _with_whole_numbers(config.params))
-
-
-def _with_whole_numbers(value: Any) -> Any:
-    """A value with each float that is a whole number as an int: others keep the hash that they had."""
-    if isinstance(value, Mapping):
-        return {key: _with_whole_numbers(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_with_whole_numbers(one) for one in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _digest(config: Config, params: Mapping[str, Any]) -> str:
-    decides: dict[str, object] = {
+    decides: dict[str, Any] = {
         "task": config.task,
-        "params": params,
+        "params": _with_whole_numbers(config.params),
         "seed": config.seed,
         "precision": config.precision,
     }
+    # A key that did not always exist counts where it has another value than its default: runs keep their names.
     if config.command:
         decides["command"] = config.command
-    if config.deterministic:  # not where it is off, as in runs from before there was such a key
+    if config.deterministic:
         decides["deterministic"] = config.deterministic
-    if config.start_from.run:
-        decides["start_from"] = dataclasses.asdict(config.start_from)
-    # Only where they differ from plain DDP, of which there are runs from before there was anything else.
+    if start:
+        decides["start"] = start
     for key, default in (("parallel", ParallelConfig()), ("comm", CommConfig())):
-        value = _keys_of(getattr(config, key))
-        if value != _keys_of(default):
-            decides[key] = value
+        section = getattr(config, key)
+        if section != default:
+            decides[key] = dataclasses.asdict(section)
     text = json.dumps(decides, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _keys_of(section: ParallelConfig | CommConfig) -> dict[str, object]:
-    """A section's keys; without `offload` where it is off, as in runs from before there was such a key."""
-    return {key: value for key, value in dataclasses.asdict(section).items() if key != "offload" or value}
+def run_name(config: Config, start: str = "") -> str:
+    """`<name>-<hash8>`, the name of the run directory and of the job."""
+    return f"{config.name}-{identity(config, start)[:8]}"
+
+
+def _with_whole_numbers(value: Any) -> Any:
+    """A value with each float that is a whole number as an int."""
+    if isinstance(value, Mapping):
+        return {key: _with_whole_numbers(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_with_whole_numbers(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value

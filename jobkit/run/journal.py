@@ -1,78 +1,133 @@
-"""The append-only journal of a run: what happened, in order. Everything else that is said of a run derives from it."""
+"""The journal of a run: events.jsonl, one writer at a time, and status.json, which follows from it.
+
+    append(event) --> events.jsonl (durable) --> fold --> Status, and status.json for those that read many runs
+
+The writer is the process with the lease (`writer`), or a submission under the run's lock (`writer=None`) while no job
+lives. Every append reads the lease first: an attempt that lost it writes nothing more.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from jobkit.run.append import append_whole
-from jobkit.run.claim import Claim, claimed
-from jobkit.run.files import FOR_ALL, read_fresh
-
-Entry = dict[str, Any]
-"""One event as it stands in the journal: `time`, `event` and the fields of its kind."""
+from jobkit.errors import LostLease
+from jobkit.run import older, records
+from jobkit.run.files import json_text, read_fresh, read_json, write_json
+from jobkit.run.records import EVENTS, Event
+from jobkit.run.rundir import RunDir
+from jobkit.run.status import Status, fold
 
 
 class Journal:
-    """events.jsonl: one JSON object a line, with `time` (seconds since the epoch) and `event` first.
+    """Appends events to a run's journal.
 
-    One writer at a time appends, whichever host it is on (claim.py), by one write() to a file opened for appending, and
-    fsyncs. A crash can leave at most a torn last line, which readers skip and the next writer ends. A line that a full
-    disk took only a part of is taken back. A writer that was stopped within an append for longer than a claim is
-    respected still appends a whole line behind all others; on NFS alone it may be written over one of them.
+    journal = Journal(run, writer=lease.writer)
+    journal.append(Excluded(node="node3", reason="killed twice"))
+    journal.status.excluded_nodes     # ["node3"]
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, run: RunDir, writer: str | None = None) -> None:
+        self.run = run
+        self.writer = writer
+        self.status = read_status(run)
+        """Follows each append, the pending ones included."""
+        self._pending: list[Event] = []
 
-    def append(self, event: str, **fields: Any) -> Entry:
-        """Write one event and return it; raises OSError when it cannot be made durable."""
-        entry: Entry = {"time": round(time.time(), 3), "event": event, **fields}
-        self.append_lines(encode(entry))
-        return entry
+    def refresh(self) -> None:
+        """Read the status again: a submission may have appended under the run's lock."""
+        self.status = read_status(self.run)
+        for event in self._pending:
+            self.status = fold(self.status, event)
 
-    def append_lines(self, lines: bytes) -> None:
-        """Write whole lines, all or none; raises OSError when they cannot be made durable."""
-        is_written = False
-        while not is_written:
-            with claimed(self.path) as claim:
-                is_written = self._append(lines, claim)
-
-    def _append(self, lines: bytes, claim: Claim) -> bool:
-        # Opened under the claim: only then does NFS say how long the file is by now, and append where it ends.
-        fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, FOR_ALL)
+    def append(self, event: Event) -> None:
+        """Append an event durably, and let status.json follow; or raise LostLease or OSError, and append nothing."""
+        before = self.status
+        self.note(event)
         try:
-            size = os.fstat(fd).st_size
-            # A crash has left a torn line: without its end it would swallow the next one.
-            end = b"\n" if size and os.pread(fd, 1, size - 1) != b"\n" else b""
-            if claim.may_be_lost():
-                return False
-            append_whole(fd, end + lines, durable=True)
-        finally:
-            os.close(fd)
-        return True
+            self.flush()
+        except OSError:
+            self._pending.pop()
+            self.status = before
+            raise
 
-    def read(self) -> list[Entry]:
-        """All events, oldest first; lines that are not whole are skipped."""
-        try:
-            lines = read_fresh(self.path).splitlines()
-        except FileNotFoundError:
-            return []
-        return [entry for line in lines if (entry := decode(line)) is not None]
+    def note(self, event: Event) -> None:
+        """Let the status follow an event now; `flush` writes it, once the disk takes it."""
+        event = dataclasses.replace(event, time=event.time or time.time())
+        self.status = fold(self.status, event)
+        self._pending.append(event)
+
+    def flush(self) -> None:
+        """Write the events that were noted. Raises LostLease, and OSError where the disk takes none of them."""
+        if not self._pending:
+            return
+        if self.writer is not None:
+            lease = self.run.lease()
+            if lease is None or lease.writer != self.writer:
+                raise LostLease(f"{self.run.name}: another process has taken the run over")
+        values = [{"event": event.kind, **records.plain(event)} for event in self._pending]
+        _append(self.run.journal_file, "".join(f"{json_text(value, indent=None)}\n" for value in values).encode())
+        self._pending.clear()
+        with suppress(OSError):  # a cache, which is older than the journal now: readers notice that
+            size = self.run.journal_file.stat().st_size
+            write_json(self.run.status_file, {"journal_bytes": size, **self.status.as_dict()}, durable=False)
 
 
-def decode(line: bytes) -> Entry | None:
-    """The event in a line of the journal; None where it is not whole."""
+def _append(file: Path, data: bytes) -> None:
+    """Append whole lines durably. What is behind the last line end is a line that a crash has cut off."""
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        entry = json.loads(line.decode(errors="replace"))
-    except ValueError:
+        end = os.lseek(descriptor, 0, os.SEEK_END)
+        if end and os.pread(descriptor, 1, end - 1) != b"\n":
+            end = os.pread(descriptor, end, 0).rfind(b"\n") + 1
+        # Not O_APPEND: on NFS an append of a client that has not heard of the last one overwrites it all the same.
+        os.ftruncate(descriptor, end)
+        try:
+            written = os.pwrite(descriptor, data, end)
+            if written < len(data):
+                raise OSError(28, "No space left on device", str(file))
+            os.fsync(descriptor)
+        except OSError:
+            os.ftruncate(descriptor, end)
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def events(run: RunDir) -> Iterator[Event]:
+    """Yield the journal's events; lines that are cut off, or of kinds that this jobkit does not know, are left out."""
+    try:
+        lines = read_fresh(run.journal_file).splitlines()
+    except FileNotFoundError:
+        return
+    for line in lines:
+        try:
+            value = json.loads(line)
+            yield records.of(EVENTS[value["event"]], value)
+        except (ValueError, KeyError, TypeError):
+            continue
+
+
+def read_status(run: RunDir) -> Status:
+    """Return the run's Status, from its journal."""
+    status = Status(name=run.name)
+    for event in events(run):
+        status = fold(status, event)
+    return status if status.submitted is not None else older.read(run) or status
+
+
+def cached_status(run: RunDir) -> dict[str, Any] | None:
+    """Return the content of status.json; None where it is older than the journal. `list` reads thousands of them."""
+    value = read_json(run.status_file)
+    try:
+        is_ours = isinstance(value, dict) and not older.is_older(value)
+        is_new = is_ours and value.get("journal_bytes") == run.journal_file.stat().st_size
+    except OSError:
         return None
-    return entry if isinstance(entry, dict) and "event" in entry else None
-
-
-def encode(entry: Entry) -> bytes:
-    """An event as a line of the journal."""
-    return (json.dumps(entry, default=str) + "\n").encode()
+    return value if is_new else None

@@ -1,127 +1,106 @@
-"""Locks on files, which end with the process that holds them, however it ends; and whether one is held."""
+"""Locks between processes and hosts: flock(2), with the words a person needs while somebody else holds one.
+
+Not filelock: its lock ends when the parent releases it, also for a child that inherited it, and where a file system has
+no flock it falls back to a lock file that outlives its owner.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import fcntl
+import math
 import os
-import socket
-from collections.abc import Iterator
+import time
 from pathlib import Path
+from types import TracebackType
 
-from filelock import FileLock, Timeout
-
-from jobkit.errors import InputError, JobkitError
+from jobkit.errors import JobkitError
 from jobkit.log import log
-from jobkit.run.files import FOR_ALL, is_there, write_atomic
 
-NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-"""What flock says where a file system has no locks, or its mount none on this host."""
-
-
-TOLD_AFTER_SECONDS = 2.0
-"""How long a command waits for another one without a word: most hold a lock for less."""
+SILENT_SECONDS = 2.0
+"""After this long a person is told what is waited for."""
 
 
-class NoLocks(InputError):
-    """The file system has no locks."""
+class Lock:
+    """A lock that the kernel releases when the last process that holds it has ended, or has closed it.
 
+        with run.submit_lock() as lock:
+            subprocess.run(["sbatch", ...], pass_fds=lock.inheritable())   # sbatch holds it too, if we are killed
 
-def lock_at(file: Path, elsewhere: str) -> FileLock:
-    """The lock of a file, not held yet; its folder is made. Raises OSError, and NoLocks with what to do.
-
-    filelock would take the mere existence of the file for a lock instead, which outlives its owner. `elsewhere`: what
-    to set so that the file lies on another file system.
+    Not reentrant. Raises JobkitError where the file system has no locks.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    os.close(os.open(file, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, FOR_ALL))
-    try:
-        is_free(file)
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-        raise NoLocks(
-            f"{file.parent}: no locks on this file system ({file_system(file)}: {error.strerror}): two processes could "
-            f"do the same work at once. Mount it with them (nfs: without nolock; lustre: with flock), or {elsewhere}"
-        ) from None
-    return FileLock(file)
 
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self._descriptor = -1
 
-@contextlib.contextmanager
-def held(lock: FileLock, what: str, seconds: float | None = None) -> Iterator[FileLock]:
-    """Hold a lock; who waits for it is told by whom it is held, who may stand still. `what` is what that one does.
+    def __enter__(self) -> Lock:
+        self._descriptor, silent_until = self._open(), time.monotonic() + SILENT_SECONDS
+        while not self._take(self._descriptor):
+            if time.monotonic() > silent_until:
+                log.info("waiting for another process that works on this run (%s)", self.file.name)
+                silent_until = math.inf
+            time.sleep(0.02)
+        return self
 
-    Raises JobkitError after a wait of `seconds`, where they are given.
-    """
-    file = Path(lock.lock_file)
-    try:
-        lock.acquire(timeout=TOLD_AFTER_SECONDS)
-    except Timeout:
-        log.warning("%s is %s, and is waited for; Ctrl-C ends that", _who_holds(file), what)
+    def take(self) -> bool:
+        """Take the lock if it is free, and return whether it was; `close` lets go of it."""
+        self._descriptor = self._open()
+        if not self._take(self._descriptor):
+            self.close()
+        return self._descriptor >= 0
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the lock; a child that inherited it still holds it (an unlock would take it from the child too)."""
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+    def is_held(self) -> bool:
+        """Return whether any process holds it. Nothing is waited for, and nothing is written."""
         try:
-            lock.acquire(timeout=-1 if seconds is None else seconds)
-        except Timeout:
-            raise JobkitError(f"{_who_holds(file)} is still {what} after {seconds:g} s; try again later") from None
-    try:
-        with contextlib.suppress(OSError):  # beside the lock, which whoever tries to get it empties
-            write_atomic(_name_file(file), f"process {os.getpid()} on {socket.gethostname()}", durable=False)
-        yield lock
-    finally:
-        with contextlib.suppress(OSError):
-            _name_file(file).unlink()
-        lock.release()
+            descriptor = os.open(self.file, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            return not self._take(descriptor, fcntl.LOCK_SH)  # NFS grants a shared lock to a file open for reading
+        finally:
+            os.close(descriptor)
+
+    def inheritable(self) -> list[int]:
+        """Return the open files that a child must inherit (`pass_fds`) to hold the lock too."""
+        return [self._descriptor]
+
+    def leave_to_parent(self) -> None:
+        """Let processes that are forked from here on hold no part of it: a loader's worker outlives a killed rank."""
+        os.register_at_fork(after_in_child=lambda: os.close(self._descriptor) if self._descriptor >= 0 else None)
+
+    def _open(self) -> int:
+        make_folder(self.file.parent)
+        descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        if os.fstat(descriptor).st_uid == os.geteuid():  # a group that shares the folder shares its locks
+            os.fchmod(descriptor, 0o600 | self.file.parent.stat().st_mode & 0o066)
+        return descriptor
+
+    def _take(self, descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:  # ENOLCK, EOPNOTSUPP: nfs mounted with nolock, lustre without flock
+            raise JobkitError(
+                f"{self.file.parent}: no locks on this file system ({error.strerror}): two processes could do the same "
+                "work at once. Mount it with locks, or choose another folder with --runs-dir"
+            ) from None
+        return True
 
 
-def _name_file(lock: Path) -> Path:
-    return lock.with_name(f"{lock.name}.holder")
-
-
-def _who_holds(lock: Path) -> str:
-    try:
-        who = _name_file(lock).read_text(encoding="utf-8", errors="replace")
-        with contextlib.suppress(KeyError):  # a user that this machine does not know
-            who += f", of user {_name_file(lock).owner()},"
-    except OSError:
-        return "a process that has not left its name"
-    return who
-
-
-def held_by_children(lock: FileLock) -> list[int]:
-    """The files that a child process gets (`pass_fds`) so that a lock which is held lasts as long as the child does.
-
-    It still ends with its release: only where this process is killed before that is it left to the child.
-    """
-    file = lock._context.lock_file_fd
-    return [] if file is None else [file]
-
-
-def is_free(file: Path) -> bool:
-    """Whether nobody holds a lock. Nothing is written, and who may only read the file can ask, too. Raises OSError."""
-    opened = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)  # NFS grants this one to a file that is open for reading
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(opened)
-    return True
-
-
-def is_held(lock: Path) -> bool | None:
-    """Whether a lock is held; None where it may not be read, or its file system has none."""
-    try:
-        return is_there(lock) and not is_free(lock)
-    except OSError:
-        return None
-
-
-def file_system(path: Path) -> str:
-    """The type of the file system that a path is on, as in `ext4` or `nfs4`."""
-    best = ("", "unknown")
-    with contextlib.suppress(OSError):  # not Linux
-        for line in os.fsdecode(Path("/proc/mounts").read_bytes()).splitlines():
-            point, kind = line.split()[1:3]
-            if path.resolve().is_relative_to(point) and len(point) >= len(best[0]):
-                best = (point, kind)
-    return best[1]
+def make_folder(folder: Path) -> None:
+    """Make a folder of the runs directory with that directory's own permissions, so that a group can share it."""
+    if folder.is_dir():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
+    if folder.stat().st_uid == os.geteuid():  # else another user made it in this moment
+        folder.chmod(folder.parent.stat().st_mode & 0o7777)

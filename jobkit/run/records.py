@@ -1,225 +1,403 @@
-"""What one process of a run leaves in a file for another: a typed record each, with one way to read and to write it.
+"""The records of a run: what processes leave in files for each other, and the events of the journal.
 
-A record that is missing, not whole or of another shape reads as None: whoever wrote it may have been killed, or may be
-an older jobkit. What is in a file and not in the record is ignored.
+    file                          record        written by                    read by
+    progress.json                 Progress      rank 0                        supervisor, followers, list
+    ends/<attempt>/<rank>.json    End           each rank, as its last act    supervisor
+    requests/<kind>.json          Request       commands                      supervisor
+    start.json                    Start         the submission, --from        ranks, status
+    lease.json                    Lease         supervisor (`attempt.begin`)  ranks, agents, every append
+    supervisor.json               Contact       supervisor                    its agents
+    events.jsonl                  an Event each the holder of the lease       everybody, as the Status that follows
+
+A record that is missing, torn or of another shape reads as None: its writer may have been killed, or be another
+jobkit. Fields that a record does not have are left out.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from jobkit.run.files import read_json, write_json
 
 R = TypeVar("R")
 
+Cause = Literal[
+    "finished",
+    "preempted",
+    "timeout",
+    "cancelled",
+    "stopped",  # by the user, here: Ctrl-C or a signal to the supervisor
+    "crashed",
+    "killed",
+    "out_of_memory",
+    "hang",
+    "node_failure",
+    "disk",
+    "unknown",
+]
+"""Why an attempt ended. `unknown`: nobody said, and the run continues with a growing pause."""
+
+Next = Literal["in_place", "requeue", "successor", "stop", "fail"]
+"""What follows an attempt: ranks again on the nodes that the job has; the job again; another job; a person; nothing."""
+
 
 def read(kind: type[R], file: Path) -> R | None:
-    """The record in a file; None where there is none."""
+    """Return the record in a file; None where there is none."""
     value = read_json(file, fresh=True)  # another host may have just made it
     if not isinstance(value, dict):
         return None
     try:
         return of(kind, value)
-    except TypeError:  # a field that every record of the kind has is not there
+    except TypeError:  # a field that every record of the kind has is missing
         return None
 
 
 def of(kind: type[R], value: Mapping[str, Any]) -> R:
-    """The record in a JSON object; what else the object holds is left. Raises TypeError where a field is missing."""
-    names = {one.name for one in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    """Return the record in a JSON object. Raises TypeError where a field without a default is missing."""
+    names = {item.name for item in dataclasses.fields(kind)}  # type: ignore[arg-type]
     return kind(**{key: item for key, item in value.items() if key in names})
 
 
-def write(file: Path, record: Any, *, durable: bool = True) -> None:
-    """Replace a file by a record, less what is not known; raises OSError when the disk does not take it."""
-    write_json(file, known(record), durable=durable)
+def write(file: Path, record: Any, *, durable: bool = True, mode: int = 0o666) -> None:
+    """Replace a file by a record. Raises OSError."""
+    write_json(file, plain(record), durable=durable, mode=mode)
 
 
-def known(record: Any) -> dict[str, Any]:
-    """Plain JSON values of a record: what is known."""
+def plain(record: Any) -> dict[str, Any]:
+    """Return a record as JSON values, without fields that are None."""
     return {key: value for key, value in dataclasses.asdict(record).items() if value is not None}
+
+
+# What ranks leave
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far the running attempt says it is, a few times a second at most: a view, never the truth.
-
-    Written by rank 0 (worker/reporter.py); read by followers, `jobkit status`, the watchdog and the diagnosis.
-    """
+    """How far the running attempt says it is, a few times a second at most: a view, never the truth."""
 
     attempt: int
     time: float
-    """When it was written, in seconds since the epoch."""
+    """When it was written, in seconds since the epoch; so are all times in records."""
     step: int | None = None
     """Steps done; None before the loop."""
+    first_step: int | None = None
+    """The step that this attempt began with."""
+    loop_began: float | None = None
+    """When that step began."""
     total_steps: int | None = None
     steps_per_second: float | None = None
-    values: dict[str, float] = field(default_factory=dict)
-    """The newest of what the function has logged, the first few: for the progress bar and the list of runs."""
+    rank_seconds: list[float] | None = None
+    """Seconds a step that each rank works before it waits for the others (worker/own_time.py)."""
+    values: dict[str, float | None] = field(default_factory=dict)
+    """The newest logged values, the first few: for the progress bar and `list`. NaN is None."""
     evaluation: dict[str, int] | None = None
-    """{done, total} in samples, during one."""
+    """{done, total} in samples, during an evaluation."""
     peak_bytes: int | None = None
     """The most host memory that any rank has had resident."""
-    beats: int = 0
-    """Heartbeats so far: one a step, batch of an evaluation or end of a checkpoint."""
-    training: bool = False
-    """Whether the loop is under way: before and after it nothing is known of how long things take."""
-    slowest: float = 0.0
-    """The longest time between two heartbeats in the loop, in seconds."""
-    slowest_before: float = 0.0
-    """That of the attempts before."""
-    stopping: bool = False
-    """Whether the ranks have agreed to stop, and are writing the last checkpoint."""
-    idle: float = 0.0
-    """Seconds since the last heartbeat."""
-
-    def __post_init__(self) -> None:
-        times = (self.time, self.idle, self.slowest, self.slowest_before)
-        numbers = (self.attempt, *times, self.step or 0, self.total_steps or 0)
-        if not (isinstance(self.values, dict) and all(isinstance(one, (int, float)) for one in numbers)):
-            raise TypeError("progress of another shape")
-
-    @property
-    def last_beat(self) -> float:
-        """When something was last done, in seconds since the epoch."""
-        return self.time - self.idle
+    snapshot_step: int | None = None
+    """The newest snapshot in memory that all ranks have."""
+    repeats: dict[str, Any] | None = None
+    """{repeated, compared, differs_at}: the steps that the attempt before had done already."""
+    warnings: list[str] = field(default_factory=list)
+    """What the ranks warn of, each once: the foreground command and `status` show it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Straggler:
-    """A rank that is slower than the others, in its own seconds a step: those in which it does not wait for others."""
+class End:
+    """How and why a rank ended: its last act. A rank that is killed leaves none."""
 
     rank: int
-    host: str
-    seconds: float
-    median: float
-    """Of all ranks."""
-    factor: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """What is known of an attempt's end that left no time to save; in JSON, without what is not known."""
-
-    error: str | None = None
-    rank: int | None = None
-    """The first to fail."""
+    attempt: int
+    kind: Literal["finished", "stopped", "failed"]
+    time: float
     step: int | None = None
-    """The step it was in; None outside the loop."""
-    samples: list[int] | None = None
-    """Ids of its samples in that step."""
-    traceback: str | None = None
-    node: str | None = None
-    peak_bytes: int | None = None
-    everywhere: bool | None = None
-    """Whether all nodes failed with this error, so that it is not the fault of one of them."""
-    final: bool | None = None
-    """Whether any other attempt would end with this error too."""
-    not_finite: bool | None = None
-    """Whether a loss was no number, and the step is to be repeated."""
-    faulty_node: str | None = None
-    """Slurm's name of a node on which a step had another result than when it was repeated."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StopRequest:
-    """Why jobkit itself has asked an attempt to stop; absent when somebody else did."""
-
-    cause: str
-    """One of run.status.CAUSES."""
+    """Steps done; for a failure the step it was in."""
     error: str | None = None
+    """Type and message of the exception, in a line."""
+    traceback: str | None = None
+    samples: list[int] | None = None
+    """Ids of this rank's samples in that step."""
+    final: bool = False
+    """True if any other attempt would end with this error too."""
+    out_of_memory: str | None = None
+    """`host`, `GPU` or another device whose memory was too small."""
+    peak_bytes: int | None = None
+    disk: bool = False
+    """True if a full or read-only disk is the cause."""
+    node: str | None = None
+    seen: list[int] = field(default_factory=list)
+    """Ranks whose End lay there before this one was written: this error may only be their consequence."""
+    result: dict[str, Any] | None = None
+    """What the training function returned; rank 0's alone."""
+
+
+# What `jobkit verify` leaves
+
+
+InterruptionKind = Literal["stop", "memory", "disk", "evaluation", "epoch end"]
+"""stop: between two steps; memory, disk: a kill one step after a snapshot or a checkpoint; the others: a stop there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interruption:
+    """An interruption of a verification's run."""
+
+    attempt: int
+    at: int
+    """The boundary, in steps done."""
+    kind: InterruptionKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drill:
+    """The orders for a run that `jobkit verify` starts: drill.json in the run directory."""
+
+    steps: int
+    """The loop ends after so many steps, as if that were its total."""
+    shorten: int | None = None
+    """Intervals of `every=` and passes over data are cut to so many steps."""
+    interruptions: list[Interruption] = field(default_factory=list)
+    locals: bool = False
+    """True if the trace has the training function's plain local values, as a hint."""
+
+    def interruption(self, attempt: int) -> Interruption | None:
+        return next((item for item in self.interruptions if item.attempt == attempt), None)
+
+
+# What commands leave
+
+
+RequestKind = Literal["cancel", "preempt", "stop"]
+"""cancel: save and end for good; preempt: as Slurm would; stop: save and end, the same command continues."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a person asks a running attempt for. A request of another submission or attempt is stale."""
+
+    kind: RequestKind
+    token: str
+    attempt: int
+    """The newest attempt when it was asked; 0 before the first. Where that one had ended, none shall follow it."""
     grace: float | None = None
-    """Seconds that its ranks get to save until they are killed; None where only the scheduler ends them."""
+    """Seconds that the ranks get to save; 0 kills them at once; None is the default of the kind."""
+    user: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class GivenValues:
-    """What a submission gave a run beside its YAML, of the keys that decide what it computes: in its journal entry."""
+class Start:
+    """The checkpoint of another run that a run begins with; written once it is in the run's own directory."""
 
-    values: dict[str, Any] = field(default_factory=dict)
-    """By dotted keys, what is secret masked."""
-    inherited: list[str] = field(default_factory=list)
-    """Of the keys those that were given to the run it starts from, and not to itself."""
+    run: str
+    path: str
+    """The directory of that run, which may be gone by now."""
+    step: int
+    weights_only: bool = False
+    """True: the weights of the models alone, and the run begins at step 0."""
+
+    def begins(self, step: int) -> bool:
+        """Return whether the run's own checkpoint of a step is the other run's."""
+        return step == self.step and not self.weights_only
 
 
-@dataclass(frozen=True, kw_only=True)
-class Imported:
-    """Installed modules that ranks have imported until their first step: their parent can import them before."""
-
-    modules: list[str]
+# What a supervisor leaves
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lease:
-    """The attempt that owns a run directory: no other one may write."""
+    """Who writes: one attempt, and of it one process. It changes under the begin lock alone."""
 
     attempt: int
-    job_id: str | None = None
-    host: str | None = None
-    process: str | None = None
-    """Which process began the attempt, as run/processes.py names it."""
+    """Ranks of other attempts publish nothing."""
+    writer: str
+    """A random word: the process with another word appends nothing to the journal."""
+    token: str
+    job_id: str
+    restart: int = 0
+    """Slurm's restart count of the job."""
     node: str | None = None
-    """Slurm's name of the node that the batch script runs on."""
+    """Slurm's name of the node with the batch script; None on this machine."""
+    host: str = ""
+    pid: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class FailureReport:
-    """What a rank that fails writes down for the end of the attempt to find."""
+class Contact:
+    """How agents reach their supervisor: the file is for its owner alone, because of the secret."""
 
-    time: float
-    rank: int
+    addresses: list[str]
+    port: int
+    secret: str
+    writer: str
+    """The lease of the supervisor that listens."""
+
+
+# Events of the journal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """An entry of the journal; `time` is when it was appended."""
+
+    kind: ClassVar[str]
+    time: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submitted(Event):
+    """A submission is about to be made. Nothing is written after sbatch answers: `Began` has the job's id."""
+
+    kind = "submitted"
+    token: str
+    """Names the submission in the job's comment; a job with an older token begins nothing."""
+    number: int
+    """Of the run's submissions, from 1."""
+    scheduler: Literal["slurm", "local"]
+    cluster: str | None = None
+    """Slurm's ClusterName; job ids are unique within it alone."""
+    entry: str | None = None
+    """The name under `clusters:`."""
+    launcher: str | None = None
+    """The program that started the ranks, as torchrun or python; None where jobkit starts them."""
+    user: str = ""
+    host: str = ""
+    folder: str = ""
+    """Where the command was typed, and where the job starts."""
+    code: str | None = None
+    """Digest of the code snapshot."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """name, seed and params as written, for lists of runs."""
+    by: Literal["person", "supervisor"] = "person"
+    """A supervisor submits a successor where its job may not be requeued. The budgets of `retry:` start anew with a
+    person's submission alone."""
+    task: int | None = None
+    """Which task of a job array this run is."""
+    after: list[str] = field(default_factory=list)
+    """Runs that must be finished before this one begins: names in the same folder, or paths."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused(Event):
+    """The scheduler did not take a submission."""
+
+    kind = "refused"
+    token: str
     error: str
-    """Type and message, in a line."""
-    traceback: str = ""
-    step: int | None = None
-    """The step it was in; None outside the loop."""
-    samples: list[int] = field(default_factory=list)
-    """Ids of this rank's samples in that step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Began(Event):
+    """An attempt began: it holds the lease."""
+
+    kind = "attempt began"
+    attempt: int
+    token: str
+    job_id: str
+    restart: int = 0
+    how: Literal["start", "in place", "requeue", "resume"] = "start"
+    """`resume`: a person has submitted the run again."""
+    nodes: list[str] = field(default_factory=list)
+    """Slurm's names of the nodes with ranks, in the order of the ranks; empty on this machine."""
+    ranks: int = 1
+    host: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended(Event):
+    """An attempt ended: why, what is lost, what is next."""
+
+    kind = "attempt ended"
+    attempt: int
+    cause: Cause
+    next: Next
+    reason: str = ""
+    """Why this is next, for a person."""
+    error: str | None = None
+    rank: int | None = None
+    """The first rank to fail."""
     node: str | None = None
-    node_index: int | None = None
-    alone: bool = False
-    """Whether the ranks did not form the group they were started for: equal errors on all nodes mean little then."""
-    disk: bool = False
-    """Whether a full disk is the cause."""
+    """The node that is to blame, or on which that rank was."""
+    step: int | None = None
+    """The step that failed."""
+    traceback: str | None = None
+    samples: list[int] | None = None
+    everywhere: bool = False
+    """True if all nodes failed with this error: no node is to blame."""
     final: bool = False
-    """Whether any other attempt would end with this error too."""
-    out_of_memory: str | None = None
-    """`GPU`, `npu` or another device that is no GPU, or `host`, where that is the reason."""
-    peak_bytes: int | None = None
-    not_finite: bool | None = None
-    faulty_node: str | None = None
-    """As the Failure's."""
+    first_step: int | None = None
+    last_step: int | None = None
+    """Steps done when it ended."""
+    durable_step: int | None = None
+    """The newest checkpoint on the disk when it ended."""
+    snapshot_step: int | None = None
+    """The newest snapshot in memory, as far as it had been reported."""
+    repeated: int | None = None
+    compared: int | None = None
+    """Steps that the attempt before had done, and how many of them logged values that could be compared."""
+    differs_at: int | None = None
+    """The first of them that logged other values."""
+    loop_began: float | None = None
+    last_seen: float | None = None
+    """When its first step began, and when it last reported: `status` tells its start from its steps by them."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckedModel:
-    """What a rank would have of one model that was given to ctx.parallelize."""
+class Excluded(Event):
+    """The run does not use a node any more, as long as enough others are left."""
 
-    name: str
-    """Of its class."""
-    parameters: int
-    own: int
-    """Of the parameters, those that the rank has."""
-    weights: int
-    """Bytes of this rank; so are the next two."""
-    gradients: int
-    optimizer: int | None = None
-    """None where that is not known."""
+    kind = "node excluded"
+    node: str
+    reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelCheck:
-    """How far a training function came on a rank that only pretends: worker/model_check.py for `--check-model`."""
+class Requeued(Event):
+    """The job is about to be put into the queue again; journalled first, because a requeue kills its own caller."""
 
-    rank: int
-    models: list[CheckedModel]
-    refused: str | None = None
-    """Why no run of this could train."""
-    problem: str | None = None
-    """What else the function failed with, so that the rest of it was not looked at."""
-    reached: str | None = None
-    """Where it was left: `ctx.steps`, or something else that needs a run."""
+    kind = "requeued"
+    job_id: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cancelled(Event):
+    """A person ended the run; it continues when somebody submits it again."""
+
+    kind = "cancelled"
+    user: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rewound(Event):
+    """A person went back to a checkpoint; what came after it is in `branch`."""
+
+    kind = "rewound"
+    step: int
+    branch: str
+    """Relative to the run directory."""
+    moved: list[int] = field(default_factory=list)
+    """Steps of the checkpoints in the branch."""
+    user: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished(Event):
+    """The training function returned on all ranks."""
+
+    kind = "finished"
+    result: dict[str, Any] | None = None
+    step: int | None = None
+
+
+def new_token(run: str, number: int) -> str:
+    """Return the token of a run's submission: it names this one, also where the run directory is copied or moved."""
+    return f"jobkit:{run}:{number}:{secrets.token_hex(3)}"
+
+
+EVENTS: dict[str, type[Event]] = {event.kind: event for event in Event.__subclasses__()}

@@ -1,183 +1,166 @@
-"""The runs of a runs directory: all of them, and the versions of one."""
+"""The runs of a runs directory, and which of them some words mean: names, beginnings, patterns, job ids, paths.
+
+    words --find--> RunDir --views (run/view.py)--> View(run, status, job)
+
+Every command that takes RUN calls `find`. Nothing is written here. Slurm is asked about a job id that no attempt had.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from jobkit.errors import InputError
-from jobkit.run.rundir import BESIDE, CONFIG, JOURNAL, NUMBERED, STATUS, VERSION, RunDir
-from jobkit.run.status import State
+from jobkit.errors import InputError, NoSuchRun, nearest
+from jobkit.run.journal import read_status
+from jobkit.run.rundir import RunDir
 
+WORDS = "a name, the beginning of a name, a pattern ('digits*'), a sweep (digits-11f5f19c.sweep), a job id or a path"
 
-def default_runs_dir() -> Path:
-    """$JOBKIT_RUNS, else ./runs."""
-    return Path(os.environ.get("JOBKIT_RUNS") or "runs").absolute()
+SWEEP = ".sweep"
+"""End of the name of a file in the runs directory with the names of a sweep's runs, one a line."""
 
-
-JournalKey = tuple[int, int, int]
-"""Modification time in ns, bytes and inode of a run's journal: one that has changed has another."""
-
-
-class FoundRun(NamedTuple):
-    """A run in a runs directory that may hold thousands: nothing of it has been read yet."""
-
-    name: str
-    directory: str
-    """Not a Path: to make one takes longer than to ask the system for the file."""
-    changed: float
-    """When something was last journalled, in seconds since the epoch."""
-    journal_bytes: int
-    submitted: float = 0.0
-    """When its config was last written, as each submission does, in seconds since the epoch."""
-    key: JournalKey = (0, 0, 0)
-
-    def open(self) -> RunDir:
-        """The run directory itself."""
-        return RunDir(self.directory)
-
-    def recorded_config(self) -> dict[str, Any]:
-        """Name, seed and params of config.yaml, with what is secret masked; none where it cannot be read.
-
-        For a run that an earlier jobkit submitted: it journalled none of them.
-        """
-        import yaml  # here: most lists need none
-
-        try:
-            with open(f"{self.directory}/{CONFIG}", "rb") as file:  # noqa: PTH123
-                values = yaml.load(file, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # fast: there may be thousands
-        except (OSError, ValueError, yaml.YAMLError):
-            return {}
-        return {key: values.get(key) for key in ("name", "seed", "params")} if isinstance(values, dict) else {}
-
-    def recorded_status(self) -> dict[str, Any] | None:
-        """What status.json says; None where it does not follow from the whole journal."""
-        try:
-            with open(f"{self.directory}/{STATUS}", "rb", buffering=0) as file:  # noqa: PTH123
-                status = json.loads(str(file.read(), "utf-8"))
-        except (OSError, ValueError):
-            return None
-        is_new = isinstance(status, dict) and status.get("journal_bytes") == self.journal_bytes
-        return status if is_new else None
-
-    def final_status(self) -> dict[str, Any] | None:
-        """`recorded_status` of a run that has ended; None for one to which more may happen by itself."""
-        status = self.recorded_status()
-        is_over = status is not None and not (State(status["state"]).is_under_way or status["submitting"])
-        return status if is_over else None
+_PATTERN = re.compile(r"[*?\[]")
+_JOB_ID = re.compile(r"\d+(_\d+)?|local-.+")
+_RUN_NAME = re.compile(r"(?P<identity>.+-[0-9a-f]{8})(?:-(?P<number>\d+))?")
 
 
-def all_runs(runs_dir: Path) -> list[FoundRun]:
-    """Every run under a runs directory, the most recently changed first; InputError where that may not be read."""
-    try:
-        found = [run for entry in os.scandir(runs_dir) if (run := _found(entry.name, entry.path)) is not None]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except PermissionError as error:
-        raise InputError(f"the runs directory cannot be read: {error}") from None
-    return sorted(found, key=lambda run: run.changed, reverse=True)
+def runs_dir_of(option: Path | None) -> Path:
+    """Return the runs directory: --runs-dir, else $JOBKIT_RUNS, else ./runs."""
+    return Path(option or os.environ.get("JOBKIT_RUNS") or "runs").absolute()
 
 
-def runs_of(runs_dir: Path, name: str, at_most: int) -> list[FoundRun]:
-    """The runs whose configs have one name, the most recently changed first; none of more than `at_most`: on a file
-    server each takes a millisecond."""
-    names = list(filter(re.compile(f"{re.escape(name)}-[0-9a-f]{{8}}{VERSION}").fullmatch, _names(runs_dir)))
-    found = (_found(one, str(runs_dir / one)) for one in names) if len(names) <= at_most else ()
-    return sorted((run for run in found if run is not None), key=lambda run: run.changed, reverse=True)
+def runs_in(runs_dir: Path) -> list[RunDir]:
+    """Return every run of a runs directory, the most recently changed first."""
+    changed = [(moment, name) for name in _names(runs_dir) if (moment := _changed(name, runs_dir)) is not None]
+    return [RunDir(runs_dir / name) for _, name in sorted(changed, reverse=True)]
 
 
-def in_a_folder_above(runs_dir: Path) -> str:
-    """`; there are some in ...` where a folder above the one of commands has runs, and this one does not exist."""
-    if not runs_dir.exists():
-        for folder in runs_dir.parent.parents:
-            if all_runs(folder / runs_dir.name):
-                return f"; there are some in {folder / runs_dir.name}: type the command in {folder}"
-    return ""
+def versions(runs_dir: Path, name: str) -> list[RunDir]:
+    """Return the runs of one config, the oldest first: `toy-11f5f19c`, then `toy-11f5f19c-2` made by --fresh."""
+    matches = [match for match in map(_RUN_NAME.fullmatch, _names(runs_dir)) if match and match["identity"] == name]
+    runs = [RunDir(runs_dir / match[0]) for match in sorted(matches, key=lambda match: int(match["number"] or 1))]
+    return [run for run in runs if run.exists()]
 
 
-def run_at(path: Path) -> FoundRun | None:
-    """The run in a folder, which need not be in a runs directory; None where there is none."""
-    return _found(path.name, str(path))
+def identity_of(name: str) -> str:
+    """Return the name of a run without the number of --fresh: `toy-11f5f19c` for `toy-11f5f19c-2`."""
+    match = _RUN_NAME.fullmatch(name)
+    return match["identity"] if match else name
 
 
-def _found(name: str, directory: str) -> FoundRun | None:
-    submitted = 0.0
-    try:
-        submitted = os.stat(f"{directory}/{CONFIG}").st_mtime  # noqa: PTH116
-    except PermissionError:
-        pass  # another user's: whoever opens it says so
-    except OSError:
-        return None
-    journal = _stat(f"{directory}/{JOURNAL}")
-    if journal is None:  # a submission that is just writing it, or any project's folder
-        is_run = not submitted or _OF_IDENTITY.fullmatch(name) is not None
-        return FoundRun(name, directory, 0.0, 0, submitted) if is_run else None
-    key = (journal.st_mtime_ns, journal.st_size, journal.st_ino)
-    return FoundRun(name, directory, journal.st_mtime, journal.st_size, submitted, key)
+def newest(runs_dir: Path, names: Iterable[str]) -> list[RunDir]:
+    """Return the newest run of each config, by the names that the configs have; of a new one the run that it will be.
 
-
-def _stat(file: str) -> os.stat_result | None:
-    try:
-        return os.stat(file)  # noqa: PTH116
-    except OSError:
-        return None
-
-
-def versions(runs_dir: Path, name: str) -> Iterator[RunDir]:
-    """The run directories of one identity, oldest first: `name`, then `name-2`, `name-3` ... made by --fresh.
-
-    A number is missing where somebody has removed that run.
+    The directory is listed once for all of them.
     """
-    for number in sorted(_numbers(_names(runs_dir), name)):
-        run = _version(runs_dir, name, number)
-        if run.exists():
-            yield run
+    numbers: dict[str, int] = {}
+    for match in filter(None, map(_RUN_NAME.fullmatch, _names(runs_dir))):
+        number = int(match["number"] or 1)
+        if number > numbers.get(match["identity"], 1) and _changed(match[0], runs_dir) is not None:
+            numbers[match["identity"]] = number
+    return [RunDir(runs_dir / (f"{name}-{numbers[name]}" if name in numbers else name)) for name in names]
 
 
-def newest_versions(runs_dir: Path, names: Iterable[str]) -> dict[str, RunDir]:
-    """The newest version of each of many identities; of one that has no run directory yet the one that it would have.
+def find(words: Sequence[str], runs_dir: Path) -> list[RunDir]:
+    """Return the runs that words mean together, each once. Raises NoSuchRun for a word that means none.
 
-    The runs directory is read once, which may hold thousands.
+    find(["toy"], runs)             the newest run with this name in its YAML
+    find(["digits*", "17"], runs)   all runs that a pattern matches, and the run of Slurm's job 17
     """
-    newest: dict[str, int] = {}
-    for found in map(_OF_IDENTITY.fullmatch, _names(runs_dir)):
-        if found and (runs_dir / found[0] / CONFIG).exists():
-            newest[found[1]] = max(newest.get(found[1], 1), int(found[2] or 1))
-    return {name: _version(runs_dir, name, newest.get(name, 1)) for name in names}
+    runs = (run for word in words for run in _meant(word, runs_dir))
+    return list({run.path.resolve(): run for run in runs}.values())
 
 
-_OF_IDENTITY = re.compile(rf"(.*-[0-9a-f]{{8}}){VERSION}")
+def some(names: Sequence[str]) -> str:
+    """Return as many names as a line has room for."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def next_version(runs_dir: Path, name: str) -> RunDir:
-    """The run directory that --fresh makes next: its number is above that of every one there is, or has been."""
-    removed = [file.removesuffix(NUMBERED) for file in _names(runs_dir / BESIDE) if file.endswith(NUMBERED)]
-    return _version(runs_dir, name, 1 + max(_numbers([*_names(runs_dir), *removed], name), default=0))
+def _meant(word: str, runs_dir: Path) -> list[RunDir]:
+    if word.endswith(SWEEP):
+        return _of_sweep(word, runs_dir)
+    for path in (runs_dir / word, Path(word)):
+        run = RunDir(path)
+        # Elsewhere any project's folder may have a config.yaml.
+        if run.exists() and (run.path.parent == runs_dir or run.journal_file.exists()):
+            return [run]
+    names = [name for name in _names(runs_dir) if _changed(name, runs_dir) is not None]
+    if _PATTERN.search(word):
+        chosen = sorted(name for name in names if fnmatchcase(name, word))
+    else:
+        chosen = _beginning_with(word, runs_dir, names)
+    if not chosen and _JOB_ID.fullmatch(word):
+        chosen = _of_job(word, runs_dir)
+    return [RunDir(runs_dir / name) for name in chosen] or _none(word, runs_dir, names)
 
 
-def version_number(run: str, name: str) -> int:
-    """Which version of the identity `name` a run directory is, by its own name: 1 for the first."""
-    return _numbers([run], name)[0]
+def _of_sweep(word: str, runs_dir: Path) -> list[RunDir]:
+    """The runs of a sweep that exist: those that were refused, or wait for their turn here, do not."""
+    file = next((path for path in (runs_dir / word, Path(word).absolute()) if path.is_file()), None)
+    if file is None:
+        hint = nearest(word, [path.name for path in runs_dir.glob(f"*{SWEEP}")])
+        raise NoSuchRun(key="RUN", found=word, allowed=f"a sweep in {runs_dir}", hint=hint)
+    names = file.read_text(encoding="utf-8").split()
+    runs = [RunDir(file.parent / name) for name in names if _changed(name, file.parent) is not None]
+    return runs or _none(word, runs_dir, names)
 
 
-def _version(runs_dir: Path, name: str, number: int) -> RunDir:
-    return RunDir(runs_dir / (name if number == 1 else f"{name}-{number}"))
+def _beginning_with(word: str, runs_dir: Path, names: Sequence[str]) -> list[str]:
+    """The newest run whose YAML has this name, else the only run whose name begins with the word."""
+    identities = {match["identity"] for match in map(_RUN_NAME.fullmatch, names) if match}
+    named = [identity for identity in identities if identity[:-9] == word]
+    if len(named) == 1:
+        return [versions(runs_dir, named[0])[-1].name]
+    begun = [name for name in names if name.startswith(word)]
+    if _RUN_NAME.fullmatch(word):  # typed a second time, after `rm`, it shall not mean a run of --fresh
+        begun = [name for name in begun if not re.fullmatch(re.escape(word) + r"-\d+", name)]
+    if len(begun) > 1:
+        raise InputError(
+            key="RUN", found=word, allowed=f"one of {some(sorted(begun))}", hint=f"{word + '*'!r} means all of them"
+        )
+    return begun
 
 
-def _numbers(names: Iterable[str], name: str) -> list[int]:
-    """Of names of run directories, the numbers of those that are versions of `name`."""
-    matches = [re.fullmatch(re.escape(name) + VERSION, one) for one in names]
-    return [int(match[1] or 1) for match in matches if match]
+def _of_job(job_id: str, runs_dir: Path) -> list[str]:
+    """The runs that had a job of this id, else the runs whose job in the queue has it. Clusters repeat ids."""
+    from jobkit.run.view import UNDER_WAY, look
+
+    def is_meant(name: str | None) -> bool:
+        return name is not None and job_id in (
+            name,
+            name.partition("_")[0],
+        )  # the id of an array means all of its tasks
+
+    read = [(run, read_status(run)) for run in runs_in(runs_dir)]
+    had = [run.name for run, status in read if any(is_meant(attempt.began.job_id) for attempt in status.attempts)]
+    waiting = [(run, status) for run, status in read if status.state in UNDER_WAY]
+    return had or [now.run.name for now in look(waiting) if is_meant(now.job_id)]
 
 
-def _names(folder: Path) -> list[str]:
+def _none(word: str, runs_dir: Path, names: Sequence[str]) -> list[RunDir]:
+    """Raise the error for a word that means no run."""
+    in_yaml = {match["identity"][:-9] for match in map(_RUN_NAME.fullmatch, names) if match}
+    hint = nearest(word.rstrip("*"), sorted(in_yaml | set(names)))
+    where = f"a run in {runs_dir}" if names else f"a run; {runs_dir} has none: --runs-dir DIR, or JOBKIT_RUNS"
+    raise NoSuchRun(key="RUN", found=word, allowed=where, hint=hint)
+
+
+def _names(runs_dir: Path) -> list[str]:
     try:
-        return [path.name for path in folder.iterdir()]
-    except (FileNotFoundError, NotADirectoryError):
+        return [name for name in os.listdir(runs_dir) if not name.startswith(".")]  # noqa: PTH208 - thousands
+    except FileNotFoundError:
         return []
-    except OSError as error:
-        raise InputError(f"{folder}: {error.strerror}; set --runs-dir or JOBKIT_RUNS") from None
+
+
+def _changed(name: str, runs_dir: Path) -> float | None:
+    """When something of the run was last journalled; None where the folder is no run."""
+    folder = f"{runs_dir}/{name}"
+    if not os.path.exists(f"{folder}/config.yaml"):  # noqa: PTH110 - a Path takes longer than the question
+        return None
+    try:
+        return os.stat(f"{folder}/events.jsonl").st_mtime  # noqa: PTH116
+    except OSError:
+        return 0.0  # its submission is about to write it

@@ -1,6 +1,10 @@
-"""The slots of snapshots in memory: files without a name, which the parent of a rank makes and keeps open.
+"""The memory that an agent keeps for each of its ranks: a page, the page of the attempt before, two slots.
 
-A rank that dies leaves them as they are; the kernel frees them when the last process that has them open is gone.
+    agent --stop--> page <--phase, step, beat; hashes of logged values-- rank
+    rank  --snapshots of its state--> slots --> the rank of the next attempt
+
+All are memfds, so that a program that replaces the rank (`command:`) has them too. They need no disk and outlive the
+rank: the agent reads the last step of a rank that was killed, and the next attempt begins with its snapshot.
 """
 
 from __future__ import annotations
@@ -9,72 +13,166 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
 
-SLOTS = "JOBKIT_MEMORY_SLOTS"
-"""Environment variable of a rank: its two open files, `3,4`; absent where nobody keeps snapshots for it."""
+VARIABLE = "JOBKIT_PAGE"
+"""Environment variable of a rank: the number of the open file with its page."""
 
-_NAME = "jobkit-slot"
+BEFORE_VARIABLE = "JOBKIT_PAGE_BEFORE"
+"""The same for the page of the last attempt that came to its loop."""
 
-_MARK = struct.Struct("<QQd")  # attempt, steps done, time
-_MARK_AT = 128  # in the first slot, beside what checkpoint/slot.py has in its first page
+SLOTS_VARIABLE = "JOBKIT_SLOTS"
+"""The same for the two slots of snapshots: `7,8`."""
+
+BYTES = 65536
+_STOP = struct.Struct("<I")
+_BEAT = struct.Struct("<IIqddQ")  # attempt, phase, step, time, slowest, beats
+_STOP_AT, _BEAT_AT = 0, 64  # a cache line each: the agent writes the first, the rank the second
+_NOTE = struct.Struct("<qQ")  # step + 1, hash: a page of zeros has no notes
+_NOTES_AT = 4096
+NOTES = (BYTES - _NOTES_AT) // _NOTE.size
+"""Of so many of the last steps a page has notes."""
 
 
-def make_slots() -> tuple[int, int] | None:
-    """Two empty slots for one rank; None where the system has none. A program that is started does not inherit them.
+class Phase(IntEnum):
+    """Where a rank is; the watchdog measures only STEPPING."""
 
-    Raises OSError where no more files can be open.
+    STARTING = 0
+    STEPPING = 1
+    SAVING = 2
+    """All ranks have agreed to stop, and write the last checkpoint."""
+    ENDING = 3
+    """After the last step."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """The last words of a rank about itself."""
+
+    attempt: int
+    phase: Phase
+    step: int
+    """Steps done; -1 before the loop."""
+    time: float
+    """Of the monotonic clock, in seconds; 0 before the first beat."""
+    slowest: float
+    """The longest time between two beats while stepping, in seconds."""
+    beats: int
+
+
+class Page:
+    """One rank's page.
+
+    page = Page.create()                       # in the agent, before the fork
+    page.ask_to_stop()
+    Page.of_environment(os.environ).stop_asked   # in the rank, or in the program that replaced it: True
     """
-    if not hasattr(os, "memfd_create"):  # not Linux
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._memory = mmap.mmap(descriptor, BYTES)
+
+    @classmethod
+    def create(cls) -> Page:
+        """Return an empty page."""
+        descriptor = os.memfd_create("jobkit-page")
+        os.ftruncate(descriptor, BYTES)
+        page = cls(descriptor)
+        _BEAT.pack_into(page._memory, _BEAT_AT, 0, Phase.STARTING, -1, 0.0, 0.0, 0)
+        return page
+
+    @classmethod
+    def of_environment(cls, environ: Mapping[str, str]) -> Page | None:
+        """Return the page of this rank; None in a process that no agent has started."""
+        return cls(int(environ[VARIABLE])) if VARIABLE in environ else None
+
+    def notes(self) -> dict[int, int]:
+        """Return the hash of each noted step."""
+        notes = _NOTE.iter_unpack(self._memory[_NOTES_AT : _NOTES_AT + NOTES * _NOTE.size])
+        return {step - 1: value for step, value in notes if step}
+
+    def note(self, step: int, value: int) -> None:
+        """Note a hash of the values that a step logged: the next attempt compares it if it repeats the step."""
+        _NOTE.pack_into(self._memory, _NOTES_AT + step % NOTES * _NOTE.size, step + 1, value)
+
+    def close(self) -> None:
+        self._memory.close()
+        os.close(self.descriptor)
+
+    # The agent's side
+
+    def ask_to_stop(self) -> None:
+        """Set the flag that the rank looks at between two steps: no import, fork or exec can lose it."""
+        _STOP.pack_into(self._memory, _STOP_AT, 1)
+
+    def read(self) -> Beat:
+        """Return what the rank last said."""
+        attempt, phase, step, moment, slowest, beats = _BEAT.unpack_from(self._memory, _BEAT_AT)
+        return Beat(attempt, Phase(phase), step, moment, slowest, beats)
+
+    # The rank's side
+
+    @property
+    def stop_asked(self) -> bool:
+        return bool(_STOP.unpack_from(self._memory, _STOP_AT)[0])
+
+    def beat(self, attempt: int, phase: Phase, step: int) -> None:
+        """Say where the rank is now: once a step, and within evaluations and saves."""
+        now = time.monotonic()
+        _, before, _, last, slowest, beats = _BEAT.unpack_from(self._memory, _BEAT_AT)
+        if phase == before == Phase.STEPPING:
+            slowest = max(slowest, now - last)
+        _BEAT.pack_into(self._memory, _BEAT_AT, attempt, phase, step, now, slowest, beats + 1)
+
+
+class Kept:
+    """The memory that an agent keeps for its ranks from attempt to attempt, by local rank."""
+
+    def __init__(self, *, with_slots: bool) -> None:
+        self._with_slots = with_slots
+        self._slots: dict[int, tuple[int, int]] = {}
+        self._last: dict[int, Page] = {}
+        self._before: dict[int, Page] = {}
+        self._world_size = 0
+
+    def environment(self, local_rank: int, page: Page, world_size: int) -> dict[str, str]:
+        """Return the variables of a rank that is about to be forked, whose page this is."""
+        if world_size != self._world_size:  # sums over other ranks have other bits
+            for kept in (*self._last.values(), *self._before.values()):
+                kept.close()
+            self._world_size, self._last, self._before = world_size, {}, {}
+        if (last := self._last.pop(local_rank, None)) is not None:
+            over: Page | None = last
+            if last.read().step >= 0:  # an attempt that came to no step has nothing to compare with
+                over, self._before[local_rank] = self._before.get(local_rank), last
+            if over is not None:
+                over.close()
+        self._last[local_rank] = Page(os.dup(page.descriptor))
+        variables = {}
+        if local_rank in self._before:
+            variables[BEFORE_VARIABLE] = str(_inheritable(self._before[local_rank].descriptor))
+        if self._with_slots:
+            if local_rank not in self._slots:
+                self._slots[local_rank] = os.memfd_create("jobkit-slot"), os.memfd_create("jobkit-slot")
+            variables[SLOTS_VARIABLE] = ",".join(str(_inheritable(slot)) for slot in self._slots[local_rank])
+        return variables
+
+
+def _inheritable(descriptor: int) -> int:
+    os.set_inheritable(descriptor, True)  # for the program of a `command:`
+    return descriptor
+
+
+def page_before(environ: Mapping[str, str]) -> Page | None:
+    """Return the page of the attempt before; None where there was none on this node."""
+    return Page(int(environ[BEFORE_VARIABLE])) if BEFORE_VARIABLE in environ else None
+
+
+def slots_of(environ: Mapping[str, str]) -> tuple[int, int] | None:
+    """Return the descriptors of this rank's two slots; None where no agent made any."""
+    if SLOTS_VARIABLE not in environ:
         return None
-    first = os.memfd_create(_NAME, os.MFD_CLOEXEC)
-    try:
-        return first, os.memfd_create(_NAME, os.MFD_CLOEXEC)
-    except OSError:
-        os.close(first)
-        raise
-
-
-def environment_of(slots: Sequence[int]) -> dict[str, str]:
-    """What tells a rank of its slots, by the numbers that the open files have in its own process."""
-    return {SLOTS: ",".join(map(str, slots))}
-
-
-def find_slots(environ: Mapping[str, str]) -> tuple[int, int] | None:
-    """The slots of this process; None where it was given none, or has the variable but not the files."""
-    try:
-        first, second = map(int, environ.get(SLOTS, "").split(","))
-        links = [str(Path(f"/proc/self/fd/{file}").readlink()) for file in (first, second)]
-    except (ValueError, OSError):
-        return None
-    # Not every process inherits what its parent has open: then the numbers are those of files of the user's.
-    return (first, second) if all(link.startswith(f"/memfd:{_NAME}") for link in links) else None
-
-
-class StepMark:
-    """Where a rank leaves how far it is, so that it is known however it dies; in its first slot."""
-
-    def __init__(self, environ: Mapping[str, str], attempt: int) -> None:
-        slots = find_slots(environ)
-        self._page, self._attempt = None if slots is None else _first_page(slots[0]), attempt
-
-    def set(self, steps: int) -> None:
-        """So many steps are done."""
-        if self._page is not None:  # written to as memory: a system call for each step would take 20 us
-            self._page[_MARK_AT : _MARK_AT + _MARK.size] = _MARK.pack(self._attempt, steps, time.time())
-
-
-def _first_page(file: int) -> mmap.mmap:
-    """The page that a slot has in any case, from its first use on."""
-    os.ftruncate(file, max(mmap.PAGESIZE, os.fstat(file).st_size))
-    return mmap.mmap(file, mmap.PAGESIZE)
-
-
-def last_step(slots: Sequence[int] | None, attempt: int | None) -> tuple[int, float] | None:
-    """How many steps a rank of an attempt had done, and when, by its StepMark; None where it had done none."""
-    data = os.pread(slots[0], _MARK.size, _MARK_AT) if slots else b""
-    if len(data) != _MARK.size:
-        return None
-    marked, steps, when = _MARK.unpack(data)
-    return (steps, when) if marked == attempt else None
+    first, second = map(int, environ[SLOTS_VARIABLE].split(","))
+    return first, second

@@ -1,165 +1,248 @@
-"""A copy of the user's code for each submission, so that what runs is what was submitted, requeues included."""
+"""The code snapshot: a copy of the user's code, so that a run executes what was submitted, requeues included.
+
+    folder of the command --take--> runs/.code/<digest>/     <--link-- runs/<run>/code
+                                    .snapshot.json: file -> digest of its content
+
+Equal code of a user is stored once for all runs of a runs directory. Nobody else can write in a snapshot: its modules
+are executed. `link` is called by the submission, `put_unused` by `rm`.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import importlib.machinery
 import os
 import shutil
 import stat
+import subprocess
+import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from jobkit.errors import InputError
-from jobkit.run.code_files import is_program
-from jobkit.run.files import read_json, write_json
+from jobkit.log import log
+from jobkit.run.files import foreign_owner, read_json, replace_link, write_json
+from jobkit.run.locks import Lock, make_folder
 
 MANIFEST = ".snapshot.json"
 
-SCANS = 3
-"""How often a submission reads code that changes meanwhile."""
+MODULES = (".py", *importlib.machinery.EXTENSION_SUFFIXES)
+PROGRAMS = (*MODULES, *[".pyi", ".pyx", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".sh"])
+SOURCES = (*PROGRAMS, *[".yaml", ".yml", ".json", ".toml", ".cfg", ".ini", ".txt", ".j2"])
+"""Files that are code where no git says what is."""
+
+MAX_FILE_BYTES = 2 << 20
+"""A larger file that is no program is data."""
+
+MAX_FILES = 5000
+"""More files are a home directory rather than a project."""
+
+_SKIPPED = (".", "__pycache__", "node_modules")
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A file of a snapshot that is not as it was copied."""
+def take(folder: Path, runs_dir: Path) -> Path:
+    """A snapshot of the code below a folder, in the runs directory: a new copy, or an equal one that exists.
 
-    file: Path
-    what: str
-    is_program: bool
-    """Whether another text of it could do other work: an attempt refuses that, and tells of the rest."""
-
-    def __str__(self) -> str:
-        return f"{self.file}: {self.what}"
-
-
-def scan(source: Path, names: Iterable[Path]) -> dict[str, str]:
-    """File name -> digest of its content, of files below `source`; one that is gone by now is left out."""
-    files = {}
-    for name in names:
-        with contextlib.suppress(FileNotFoundError):
-            files[str(name)] = _digest(source / name)
-    return files
-
-
-def take(source: Path, files: Mapping[str, str], code_dir: Path) -> str:
-    """Copy scanned files into `code_dir/<digest>` and return the digest (12 hex digits of their names and contents).
-
-    What is a link in `source` is a file in the copy. The same code is stored once; a copy that does not verify any more
-    is replaced. What was saved since the scan is scanned again. Raises InputError where that has no end.
+    Copied are the files that git does not ignore, in submodules and nested clones too; without git, source files. A
+    link to a folder stays a link. Raises InputError if git refuses to list files, or if the folder is no project's.
     """
-    for _ in range(SCANS):
-        destination = code_dir / _digest_of_all(files)
-        if destination.exists() and not verify(code_dir, destination.name):
-            return destination.name
-        # Beside the others under a name of its own: two submissions of one run may copy at the same time.
-        staging = code_dir / f".{destination.name}.{os.getpid()}.tmp"
-        copied = _copy(source, files, staging)
-        changed = [name for name in files if copied.get(name) != files[name]]
-        if not changed:
-            _publish(staging, destination)
-            return destination.name
+    if folder.resolve() == runs_dir.resolve():
+        problem, hint = "it is the folder of the code", "try --runs-dir runs"
+        raise InputError(problem, key="--runs-dir", found=str(runs_dir), hint=hint)
+    search = _Search(folder, runs_dir.resolve())
+    search.add_folder(Path())
+    search.add_built_modules()
+    names = search.kept()
+    code = runs_dir / ".code"
+    path = code / _name({name: _digest(folder / name) for name in names})
+    if is_intact(path):
+        return path
+    make_folder(code)
+    staging = code / f".{os.getpid()}.{time.time_ns()}.tmp"
+    path = code / _name(_copy(folder, names, staging))  # a file may have changed since: the copies count
+    if is_intact(path):  # another submission was faster
         shutil.rmtree(staging)
-        files = {name: digest for name in files if (digest := copied.get(name)) is not None}
-    what = f"the code changes while it is copied: {source / changed[0]}"
-    raise InputError(f"{what}; submit again when nothing writes to it, or let git ignore what is no code")
+    else:
+        shutil.rmtree(path, ignore_errors=True)  # a damaged copy
+        staging.rename(path)
+    return path
 
 
-def verify(code_dir: Path, digest: str) -> list[Difference]:
-    """What a crash, a hand or the run itself has changed in a snapshot."""
-    root = code_dir / digest
-    files = read_json(root / MANIFEST, fresh=True)
-    if not isinstance(files, dict):
-        return [Difference(root, "no snapshot", is_program=True)]
-    return [
-        Difference(root / name, "not as it was submitted", is_program=is_program(name) or expected.endswith("x"))
-        for name, expected in files.items()
-        if not (root / name).is_file() or not expected.startswith(_digest_of_content(root / name))
-    ]
+def link(name: Path, folder: Path, runs_dir: Path, code: Path | None = None) -> Path:
+    """Make `name` a link to a snapshot of a folder, and return that; from then on no `rm` deletes it.
 
-
-def _copy(source: Path, files: Iterable[str], folder: Path) -> dict[str, str]:
-    """Copy files with a manifest of them; returns the digests of the copies, without those that are gone."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    for parent in {folder / Path(name).parent for name in files}:
-        parent.mkdir(parents=True, exist_ok=True)
-    copied = {}
-    for name in files:
-        with contextlib.suppress(FileNotFoundError):
-            shutil.copyfile(source / name, folder / name)
-            can_be_executed = _can_be_executed(source / name)
-            mode = (folder / name).stat().st_mode | (0o111 if can_be_executed else 0)
-            # Not more than for the file itself: it may be a token's that only its owner may read.
-            (folder / name).chmod(mode & ((source / name).stat().st_mode | 0o700))
-            copied[name] = _digest_of_content(folder / name) + ("x" if can_be_executed else "")
-    write_json(folder / MANIFEST, copied, durable=False)
-    return copied
-
-
-def _publish(staging: Path, destination: Path) -> None:
-    """Rename a copy that is complete; one that is there and does not verify goes aside, and away."""
-    aside = staging.with_suffix(".old")
-    shutil.rmtree(aside, ignore_errors=True)
-    with contextlib.suppress(FileNotFoundError):
-        destination.rename(aside)
-    try:
-        staging.rename(destination)
-    except OSError:
-        with contextlib.suppress(OSError):
-            aside.rename(destination)
-        raise
-    if aside.is_symlink():  # to one that several runs had
-        aside.unlink()
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def changes(code_dir: Path, old: str, after: Mapping[str, str]) -> list[str]:
-    """How scanned files differ from a snapshot, as `+ added`, `- removed` and `~ changed` lines.
-
-    Raises InputError where the snapshot is gone, so that nobody can tell.
+    `code` is a snapshot that was taken already: the runs of a sweep have the same.
     """
-    before = read_json(code_dir / old / MANIFEST)
-    if not isinstance(before, dict):
-        is_shared = (code_dir / old).is_symlink()
-        why = ", as after a run of a sweep was moved out of its runs directory" if is_shared else ""
-        raise InputError(f"{(code_dir / old).resolve()} is gone, the code of the submission before{why}")
-    lines = [f"+ {name}" for name in after if name not in before]
-    lines += [f"- {name}" for name in before if name not in after]
-    lines += [f"~ {name}" for name in after if name in before and after[name] != before[name]]
-    return sorted(lines, key=lambda line: line[2:])
+    code = code or take(folder, runs_dir)
+    with _lock(runs_dir):
+        if not code.exists():  # the last run that had it was removed in this moment
+            code = take(folder, runs_dir)
+        replace_link(name, code)
+    return code
 
 
-def written_by_run(source: Path, changed: Iterable[str], while_running: Iterable[tuple[float, float]]) -> list[str]:
-    """Of the lines of `changes` those of files that are no programs, and were last written while the run trained.
-
-    `while_running` are (start, end) of its attempts, in seconds since the epoch. A person may have written one then:
-    these are probably the run's own outputs, no more.
-    """
-    spans, found = list(while_running), []
-    for line in changed:
-        name = line[2:]
-        with contextlib.suppress(OSError):
-            at = (source / name).stat().st_mtime
-            if not is_program(name) and any(start <= at <= end for start, end in spans):
-                found.append(line)
-    return found
+def put_unused(runs_dir: Path, names: Iterable[str], aside: Path) -> None:
+    """Move the snapshots of these names that no run has any more into the folder `aside`, for their deletion."""
+    with _lock(runs_dir):
+        used = {link.readlink().name for link in runs_dir.glob("*/code") if link.is_symlink()}
+        for path in (runs_dir / ".code" / name for name in set(names) - used):
+            if path.is_dir() and foreign_owner(path) is None:
+                path.rename(aside / f"{path.name}.{time.time_ns()}")
 
 
-def _digest_of_all(files: Mapping[str, str]) -> str:
-    listed = "\n".join(f"{name} {files[name]}" for name in sorted(files))
+def _lock(runs_dir: Path) -> Lock:
+    return Lock(runs_dir / ".locks" / "code")
+
+
+def is_intact(path: Path) -> bool:
+    """Whether a snapshot exists, belongs to this user and has the files that were copied."""
+    files = read_json(path / MANIFEST, fresh=True)
+    if not isinstance(files, dict) or foreign_owner(path):
+        return False
+    return all(_digest(path / name) == digest for name, digest in files.items())
+
+
+def _name(digests: Mapping[str, str]) -> str:
+    """The name of a snapshot. Two users with equal code in a shared directory have a snapshot each."""
+    listed = "\n".join([str(os.geteuid()), *(f"{name} {digests[name]}" for name in sorted(digests))])
     return hashlib.sha256(listed.encode(errors="surrogateescape")).hexdigest()[:12]
 
 
 def _digest(file: Path) -> str:
-    """Of its content, and of whether it can be executed: a program that could not would be taken from elsewhere."""
-    return _digest_of_content(file) + ("x" if _can_be_executed(file) else "")
+    """Of the content, with an `x` if the file can be executed; of a link to a folder its end; empty without a file."""
+    try:
+        if file.is_dir():
+            return str(file.resolve())
+        can_be_executed = file.stat().st_mode & stat.S_IXUSR
+        return hashlib.sha256(file.read_bytes()).hexdigest()[:16] + ("x" if can_be_executed else "")
+    except FileNotFoundError:
+        return ""
 
 
-def _digest_of_content(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+def _copy(folder: Path, names: Iterable[str], staging: Path) -> dict[str, str]:
+    """Copy files, links to files as these files; returns the digests of the copies."""
+    staging.mkdir()
+    copied = {}
+    for name in names:
+        source, target = folder / name, staging / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            if source.is_dir():
+                target.symlink_to(source.resolve())
+            else:
+                shutil.copyfile(source, target)
+                target.chmod(source.stat().st_mode & 0o755)  # it may hold a secret; and nobody else writes
+        except FileNotFoundError:
+            continue
+        copied[name] = _digest(target)
+    write_json(staging / MANIFEST, copied, durable=False, mode=0o644)
+    for parent, _, _ in os.walk(staging):
+        Path(parent).chmod(Path(parent).stat().st_mode & 0o755)
+    return copied
 
 
-def _can_be_executed(file: Path) -> bool:
-    return bool(file.stat().st_mode & stat.S_IXUSR)
+# The files that are code
+
+
+class _Search:
+    """Collects the code below `folder`. Files have their names relative to it."""
+
+    def __init__(self, folder: Path, runs_dir: Path) -> None:
+        self.folder = folder
+        self.runs_dir = runs_dir
+        self.sizes: dict[Path, int] = {}
+        self._runs = {Path(): False}  # the code itself may lie in a run, or beside runs
+
+    def add_folder(self, name: Path) -> None:
+        """Add the files that git lists in a folder; source files where it lists none."""
+        listed = _git_files(self.folder / name)
+        for text in listed or self._walk(name):
+            self._add(name / text)
+
+    def add_built_modules(self) -> None:
+        """Add extension modules beside Python files, and all modules of packages: git ignores the ones that a build
+        makes (`_version.py`, `ops.so`), and an import of the package needs them."""
+        for parent in {name.parent for name in self.sizes if name.suffix == ".py"}:
+            suffixes = MODULES if parent / "__init__.py" in self.sizes else MODULES[1:]
+            for entry in os.scandir(self.folder / parent):
+                if entry.name.endswith(suffixes):
+                    self._add(parent / entry.name)
+
+    def kept(self) -> list[str]:
+        """The names of the files to copy; the user hears of the others. Raises InputError if there are too many."""
+        if len(self.sizes) > MAX_FILES:
+            ((largest, count),) = Counter(name.parts[0] for name in self.sizes).most_common(1)
+            raise self._too_many(f"{MAX_FILES} code files ({count} in {largest})")
+        large = {name: size for name, size in self.sizes.items() if size > MAX_FILE_BYTES}
+        data = {name: size for name, size in large.items() if not name.name.endswith(PROGRAMS)}
+        if data:
+            largest_first = sorted(data, key=lambda name: -data[name])
+            listed = ", ".join(f"{name} ({data[name] / 2**20:.1f} MiB)" for name in largest_first[:5])
+            what = f"{len(data)} files of more than {MAX_FILE_BYTES >> 20} MiB are not in the code snapshot"
+            log.warning("%s; the largest: %s", what, listed)
+        return sorted(str(name) for name in self.sizes if name not in data)
+
+    def _add(self, name: Path) -> None:
+        path = self.folder / name
+        if any(map(self._is_runs, name.parents)):
+            return
+        try:
+            info = path.stat()
+        except OSError:
+            return  # git still lists a file that was removed; a link may lead nowhere
+        if stat.S_ISREG(info.st_mode):
+            self.sizes[name] = info.st_size
+        elif path.is_symlink():
+            self.sizes |= {} if self._is_runs(name) else {name: 0}
+        elif (path / ".git").exists() and not any(part.startswith(_SKIPPED) for part in name.parts):
+            self.add_folder(name)  # a submodule, or a nested clone; in a hidden folder another working tree
+
+    def _walk(self, name: Path) -> list[str]:
+        """The source files below a folder, and links to folders."""
+        listed, count = [], 0
+        for parent, folders, files in os.walk(self.folder / name):
+            folders[:] = [child for child in folders if _may_have_code(Path(parent, child))]
+            count += len(folders) + len(files)
+            if count > 20 * MAX_FILES:
+                raise self._too_many(f"{20 * MAX_FILES} files")
+            sources = [file for file in files if file.endswith(SOURCES)]
+            sources += [child for child in folders if Path(parent, child).is_symlink()]
+            listed += [os.path.relpath(Path(parent, source), self.folder / name) for source in sources]
+        return listed
+
+    def _too_many(self, number: str) -> InputError:
+        hint = "type the command in the project's own folder, or let git ignore what is no code"
+        return InputError(f"more than {number}", hint=hint).at(self.folder)
+
+    def _is_runs(self, name: Path) -> bool:
+        """Whether a folder is a runs directory: this one, or another with its locks."""
+        if name not in self._runs:
+            path = self.folder / name
+            self._runs[name] = (path / ".locks").is_dir() or path.resolve() == self.runs_dir
+        return self._runs[name]
+
+
+def _may_have_code(folder: Path) -> bool:
+    is_environment = (folder / "pyvenv.cfg").exists() or (folder / "conda-meta").is_dir()
+    return not (folder.name.startswith(_SKIPPED) or is_environment)
+
+
+def _git_files(folder: Path) -> list[str]:
+    """The files below a folder that git tracks or would track; none without a repository, or if it ignores the folder.
+
+    Raises InputError if git refuses ("dubious ownership"): a guess would copy files that .gitignore names.
+    """
+    if not any((parent / ".git").exists() for parent in (folder, *folder.parents)):
+        return []
+    command = ["git", "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        answer = subprocess.run(command, capture_output=True, timeout=60, check=False)  # the disk may be cold
+        problem, hint = answer.stderr.decode(errors="replace").strip().partition("\n")[0], ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise InputError(f"git does not list the code: {error}").at(folder) from None
+    if answer.returncode == 0:
+        return list(filter(None, os.fsdecode(answer.stdout).split("\0")))
+    if "dubious ownership" in problem:
+        hint = f"type first: git config --global --add safe.directory {folder}"
+    raise InputError(f"git does not list the code: {problem}", hint=hint).at(folder)

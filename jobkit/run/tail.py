@@ -1,4 +1,4 @@
-"""What is being added to log files while somebody reads them."""
+"""New whole lines of log files that processes still write to. `logs -f` and the foreground command read by it."""
 
 from __future__ import annotations
 
@@ -8,23 +8,29 @@ from jobkit.run.files import is_there
 
 
 class Tail:
-    """Remembers how far each file has been read."""
+    """Remembers how far each file has been read.
+
+    tail = Tail()
+    tail.read(run.rank_log(1, 0))     # ["epoch 1", "epoch 2"]
+    tail.read(run.rank_log(1, 0))     # []
+    """
 
     def __init__(self) -> None:
         self._positions: dict[Path, int] = {}
 
-    def read(self, file: Path, whole_lines: bool = False) -> str:
-        """What the file holds beyond the last call; with `whole_lines` a line without its end is left for later."""
+    def read(self, file: Path, *, to_the_end: bool = False) -> list[str]:
+        """Return the lines since the last call. The last line may still be without its end: it is left for later,
+        so that no character is divided; with `to_the_end` it is returned too."""
         position = self._positions.get(file, 0)
         try:
             if not position and not is_there(file):
-                return ""
+                return []
             with file.open("rb") as stream:
                 stream.seek(position)
                 data = stream.read()
-        except OSError:  # not there yet, or its file system is away for a while
-            return ""
-        if whole_lines:
+        except OSError:  # not there yet, or the file system is away for a moment
+            return []
+        if not to_the_end:
             data = data[: data.rfind(b"\n") + 1]
         self._positions[file] = position + len(data)
-        return data.decode(errors="replace")
+        return data.decode(errors="replace").splitlines()

@@ -1,9 +1,16 @@
-"""Reading YAML so that what a person wrote is what the program gets, and so that an error can name the line."""
+"""YAML without its traps, with the place of each key: the values that a person wrote are the values of the program.
+
+read_yaml(path) -> (mapping, places)     load.py, the user's own file, config.yaml of a run
+parse_value("1e-3", key) -> 0.001        key=value of a command line
+dump(values) -> text                     config.yaml
+"""
 
 from __future__ import annotations
 
-import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,32 +18,35 @@ import yaml
 
 from jobkit.errors import InputError, nearest
 
-DEEPEST = 40
-"""How many values may lie within each other: what reads them calls itself for each."""
+COMMAND_LINE = "command line"
+
+
+@dataclass
+class Places:
+    """Where each value was written: the file and line in front of every error about it."""
+
+    file: Path | str
+    by_key: dict[str, tuple[Path | str, int | None]] = field(default_factory=dict)
+    """Dotted key -> file and line, from 1; `sweep.0.seed` within a list."""
+
+    def locate(self, error: InputError) -> InputError:
+        """The error with the file and line of its key, or of the nearest key above it that somebody wrote."""
+        key = error.key
+        while key and key not in self.by_key:
+            key = key.rpartition(".")[0]
+        return error.at(*self.by_key.get(key, (self.file, None)))
+
+    @contextmanager
+    def locating(self) -> Iterator[None]:
+        """Give every InputError of a block its place."""
+        try:
+            yield
+        except InputError as error:
+            raise self.locate(error) from None
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 less its traps: `1e-3` is a number, `1:00:00` and a date are texts, a key is one and stands once."""
-
-    _depth = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        self._depth += 1
-        if self._depth > DEEPEST:
-            here = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise yaml.composer.ComposerError(None, None, f"more than {DEEPEST} values within each other", here)
-        node: yaml.Node | None = super().compose_node(parent, index)
-        self._depth -= 1
-        return node
-
-    def construct_document(self, node: yaml.Node) -> Any:
-        self.deep_construct = True  # so that a value that is within itself is refused
-        return super().construct_document(node)
-
-    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        value: int = super().construct_yaml_int(node)
-        str(value)  # ValueError for one, in hexadecimal, that Python does not print
-        return value
+    """YAML 1.1 in which `1e-3` is a number, `1:00:00` and dates are texts, and a key is a text that occurs once."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -57,7 +67,6 @@ def _error(problem: str, node: yaml.Node) -> yaml.YAMLError:
 
 
 _INT, _FLOAT, _MERGE = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float", "tag:yaml.org,2002:merge"
-_Loader.add_constructor(_INT, _Loader.construct_yaml_int)
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _FLOAT, "tag:yaml.org,2002:timestamp")]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -72,7 +81,7 @@ _Loader.add_implicit_resolver(
 )
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc] # in C five times as fast
     """Quotes every text that this loader, or another reader of YAML 1.1, would take for something else."""
 
     def ignore_aliases(self, data: Any) -> bool:
@@ -83,6 +92,8 @@ _Dumper.yaml_implicit_resolvers = {
     first: [*yaml.SafeLoader.yaml_implicit_resolvers.get(first, []), *_Loader.yaml_implicit_resolvers.get(first, [])]
     for first in {*yaml.SafeLoader.yaml_implicit_resolvers, *_Loader.yaml_implicit_resolvers}
 }
+_NONE = re.compile(r"[Nn]one$")
+_Dumper.add_implicit_resolver("!none", _NONE, list("Nn"))  # so that the text `none` gets quotes
 
 
 def dump(value: Any) -> str:
@@ -91,83 +102,82 @@ def dump(value: Any) -> str:
     return text
 
 
-def in_a_line(value: Any) -> str:
-    """A value as `parse_value` reads it."""
-    if isinstance(value, float) and math.isfinite(value):
-        return repr(value)
-    text: str = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=math.inf)
-    return text.removesuffix("...\n").rstrip("\n")
+def dump_in_line(value: Any) -> str:
+    """A value as `parse_value` reads it: it can stand behind `key=`."""
+    text: str = yaml.dump(
+        [value], Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=True, width=1 << 30
+    )
+    return text.strip()[1:-1]
 
 
-def parse_value(text: str) -> Any:
-    """The value of one YAML scalar or flow collection, as it stands behind `key=` on a command line.
+def split_values(text: str) -> list[str] | None:
+    """The texts of the values of `a,[b,c],'d,e'`; None where they cannot be told apart, or one of them is empty."""
+    try:
+        node = yaml.compose(f"[{text}]", Loader=_Loader)
+    except yaml.YAMLError:
+        return None
+    ends = text.rstrip().endswith(",")  # which YAML allows
+    if not isinstance(node, yaml.SequenceNode) or ends or node.end_mark.index != len(text) + 2:
+        return None
+    return [text[item.start_mark.index - 1 : item.end_mark.index - 1].strip() for item in node.value]
 
-    Raises YAMLError, also for a comment: what was meant to be a value, as `#3`, would be lost.
-    """
-    node, value = _load(text)
-    if text[node.end_mark.index if node else 0 :].strip():
-        raise yaml.YAMLError("a comment")
+
+def parse_value(text: str, key: str) -> Any:
+    """The value of a YAML scalar or flow collection, as it stands behind `key=`. Raises InputError."""
+    try:
+        value, node = _load(text, Places(COMMAND_LINE), key)
+    except (yaml.YAMLError, TypeError, ValueError, RecursionError):
+        raise InputError("the value is not valid YAML; quote it", key=key, found=text) from None
+    if node is None or text[node.end_mark.index :].strip():  # `a #3` would lose a part, and `#fff` all
+        raise InputError("the value has a comment; quote it", key=key, found=text)
     return value
 
 
-def _load(text: str) -> tuple[yaml.Node | None, Any]:
-    """What a text says, and the node of it, which knows the lines: PyYAML's own functions read it once for each."""
+def read_yaml(path: Path) -> tuple[dict[str, Any], Places]:
+    """The mapping in a file, in UTF-8 whatever the locale of this node is. Raises InputError with file and line."""
+    places = Places(path)
+    try:
+        value, _ = _load(path.read_text(encoding="utf-8"), places)
+    except FileNotFoundError:
+        names = [file.name for file in path.parent.glob("*.y*ml")]
+        hint = "the YAML comes first, then key=value" if "=" in path.name else nearest(f"{path.stem}.yaml", names)
+        raise InputError("no such file", hint=hint).at(path) from None
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}").at(path) from None
+    except UnicodeDecodeError as error:
+        raise InputError("not UTF-8").at(path, error.object.count(b"\n", 0, error.start) + 1) from None
+    except yaml.MarkedYAMLError as error:
+        raise InputError(f"not valid YAML: {error.problem}").at(
+            path, error.problem_mark.line + 1 if error.problem_mark else None
+        ) from None
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # a tag that promises another type
+        raise InputError(f"not valid YAML: {str(error).splitlines()[0]}").at(path) from None
+    if not isinstance(value, dict):
+        raise InputError(found=value, allowed="`key: value` lines, as in name: toy").at(path)
+    return value, places
+
+
+def _load(text: str, places: Places, key: str = "") -> tuple[Any, yaml.Node | None]:
     loader = _Loader(text)
     node: yaml.Node | None = loader.get_single_node()
-    return node, None if node is None else loader.construct_document(node)
+    value = None if node is None else loader.construct_document(node)
+    with places.locating():
+        _collect(node, key, places)
+    return value, node
 
 
-def read_text(path: Path) -> str:
-    """What is in a file that a person has written, in UTF-8 whatever the locale: a node's may be another than that of
-    the shell that submits. Raises InputError, which names it."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file{_meant(path)}") from None
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise InputError(f"{path}:{line}: not UTF-8: found the byte {error.object[error.start]:#04x}") from None
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error}") from None
-
-
-def _meant(path: Path) -> str:
-    """A file beside one that is not there; for an override in its place how the words stand."""
-    if "=" in path.name:
-        return "; the YAML comes first, then key=value"
-    names = [one.name for one in path.parent.glob("*") if one.suffix in (".yaml", ".yml", ".csv")]
-    own = [name for name in names if Path(name).stem == path.name]
-    return f"; did you mean {own[0]!r}?" if own else nearest(path.name, names)
-
-
-def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """The mapping in a file, and the line (from 1) of each dotted key, `sweep.0.seed` in a list. Raises InputError
-    with file and line."""
-    text = read_text(path)
-    try:
-        node, value = _load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{path}:{mark.line + 1}" if mark else f"{path}"
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise InputError(f"{place}: not valid YAML: {problem}") from None
-    except (ValueError, TypeError) as error:  # a scalar whose tag promises what it is not
-        raise InputError(f"{path}: not valid YAML: {error}") from None
-    if value is None:
-        raise InputError(f"{path}: the file is empty; expected `key: value` lines, as in name: toy")
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: expected `key: value` lines, found {type(value).__name__}")
-    lines: dict[str, int] = {}
-    _collect_lines(node, "", lines)
-    return value, lines
-
-
-def _collect_lines(node: yaml.Node | None, prefix: str, lines: dict[str, int]) -> None:
+def _collect(node: yaml.Node | None, key: str, places: Places, *, in_list: bool = False) -> None:
+    """Note the places of the keys below a node. Raises InputError for a value `None`, which is a text for YAML, and a
+    Python user's null; an item of a list may be an argument of a command."""
+    may_be_none = in_list or key.endswith("comm.hook")  # which has a word of that name
+    if isinstance(node, yaml.ScalarNode) and node.style is None and _NONE.fullmatch(node.value) and not may_be_none:
+        raise InputError(key=key, found="None", allowed="null for no value, or quotes around the text")
+    items: list[tuple[str, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.SequenceNode):
-        found = [(str(number), one, one) for number, one in enumerate(node.value)]
-    else:
-        pairs = node.value if isinstance(node, yaml.MappingNode) else ()
-        found = [(str(key_node.value), key_node, value_node) for key_node, value_node in pairs]
-    for name, start, value in found:
-        lines[f"{prefix}{name}"] = start.start_mark.line + 1
-        _collect_lines(value, f"{prefix}{name}.", lines)
+        items = [(str(number), item, item) for number, item in enumerate(node.value)]
+    elif isinstance(node, yaml.MappingNode):
+        items = [(str(key_node.value), key_node, value_node) for key_node, value_node in node.value]
+    for name, start, value in items:
+        inner = f"{key}.{name}" if key else name
+        places.by_key[inner] = (places.file, start.start_mark.line + 1 if isinstance(places.file, Path) else None)
+        _collect(value, inner, places, in_list=isinstance(node, yaml.SequenceNode))

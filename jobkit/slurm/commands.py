@@ -1,10 +1,17 @@
-"""The one way Slurm's commands are run, their complaints, and how the cluster is set up."""
+"""The one way to run a Slurm command: a clean environment, one line of Slurm's own words for an error, a limit of time.
+
+    run("scontrol", "show", "config") -> its output,  or SchedulerError: Slurm refused, or the program is missing
+                                                      or SchedulerTimeout: nobody knows if Slurm carried it out
+
+jobs.py and nodes.py ask by it, the submission submits by it. Nothing here retries: the caller has the clock.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -12,142 +19,124 @@ from functools import cache
 from jobkit.errors import SchedulerError, SchedulerTimeout
 
 ANSWER_SECONDS = 30.0
-"""How long a command may take: longer than MessageTimeout, 10 s by default, after which Slurm's own give up."""
+"""The time that a command may take. Slurm's own commands give up after MessageTimeout, 10 s by default."""
 
-SHORT_SECONDS = 5.0
-"""How long a question may take whose answer is useful and not needed."""
+EVEN_HIDDEN = "--all"
+"""Without this option squeue, sinfo and scontrol hide jobs in a partition with Hidden=YES, from their owner too."""
 
 _OPTIONS = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SINFO_", "SCANCEL_", "SACCT_", "SPRIO_")
-"""Variables that begin so are options of Slurm's commands, which a shell may have for jobs of its own."""
+"""Slurm's commands take variables that begin so for options. The submitting shell may have them for another job."""
 
-EVEN_HIDDEN = ("--all",)
-"""Without it squeue, sinfo and scontrol keep what is in a partition with Hidden=YES from its users, own jobs too."""
-
-
-def available() -> bool:
-    """Whether this machine can submit to a Slurm."""
-    return shutil.which("sbatch") is not None
-
-
-def without_options(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment without what Slurm's commands take for options; SLURM_CONF, which names the Slurm, stays."""
-    return {key: value for key, value in environment.items() if not key.startswith(_OPTIONS) or key == "SLURM_CONF"}
-
-
-def command(
-    *arguments: str,
-    timeout: float = ANSWER_SECONDS,
-    environment: Mapping[str, str] | None = None,
-    pass_fds: Sequence[int] = (),
-) -> str:
-    """The output of one Slurm command; raises SchedulerError with Slurm's message, in one line.
-
-    No variable of this process, or of `environment`, changes what the command does, nor how it prints times: in UTC.
-    It gets the files `pass_fds` of this process.
-    """
-    kept = without_options(os.environ if environment is None else environment)
-    if arguments[0] != "sbatch":  # whose --begin is meant as it is typed, and which hands the variable to the job
-        kept |= {"SLURM_TIME_FORMAT": "standard", "TZ": "UTC"}  # local times are ambiguous where clocks go back
-    try:
-        # In a session of its own: the terminal's Ctrl-C would end an sbatch whose job is in the queue already.
-        done = subprocess.run(
-            arguments,
-            capture_output=True,
-            timeout=timeout,
-            check=False,
-            env=kept,
-            start_new_session=True,
-            pass_fds=pass_fds,
-        )
-    except FileNotFoundError:
-        raise SchedulerError(
-            f"{arguments[0]} is not on PATH: is this a login node of a Slurm cluster? Without one, use --local"
-        ) from None
-    except subprocess.TimeoutExpired as error:
-        if said := as_text(error.stderr or b"").strip():  # an sbatch that is refused tries again for two minutes
-            raise SchedulerTimeout(f"{explain(arguments[0], said)}; ended after {timeout:g} s") from None
-        raise SchedulerTimeout(
-            f"{arguments[0]} gave no answer in {timeout:g} s; is slurmctld up? (`scontrol ping`){_no_slurm()}"
-        ) from None
-    if done.returncode:
-        words = as_text(done.stderr or done.stdout)
-        unknown = done.returncode < 0 or any(one in words for one in _UNKNOWN_OUTCOME)
-        raise (SchedulerTimeout if unknown else SchedulerError)(explain(arguments[0], words))
-    return os.fsdecode(done.stdout)  # names of files are whole in it, whatever is in a site's banner
-
-
-def as_text(output: str | bytes) -> str:
-    """An output to be shown: a banner may be in another encoding than UTF-8."""
-    return os.fsencode(output).decode(errors="replace")
-
-
-# A controller that is stopped or too busy says neither yes nor no, and may do it later.
-_UNKNOWN_OUTCOME = (
+_MAYBE_DONE = (
     "Socket timed out on send/recv",
     "Unexpected message received",
     "Zero Bytes were transmitted or received",
     "Connection reset by peer",
 )
+"""A controller that is stopped or too busy says neither yes nor no, and may carry the request out later."""
 
-_AWAY = "(the controller is down"
+_AWAY = ("contact slurm controller", "connection refused", "in standby mode")
+
+_HINTS = {
+    "invalid partition": "`sinfo` lists the partitions; set clusters.<name>.partition",
+    "invalid account": "`sacctmgr show assoc user=$USER` lists your accounts; set clusters.<name>.account",
+    "sleeping and retrying": "the cluster has as many jobs as it takes: MaxJobCount in `scontrol show config`",
+    "configuration": "is a Slurm configured here? Without a cluster, use --local",
+    **dict.fromkeys(_AWAY, "the controller is down: `scontrol ping`; the same command works later"),
+}
+"""Words of Slurm's complaint -> the user's next step."""
 
 
-def _no_slurm() -> str:
-    if (file := os.environ.get("SLURM_CONF")) is None:
-        return " (without a cluster, use --local)"
-    return f" (is the cluster of SLURM_CONF={file} gone? `unset SLURM_CONF`; without a cluster, use --local)"
+def is_available() -> bool:
+    """True if this machine can submit to a Slurm."""
+    return shutil.which("sbatch") is not None
 
 
-def explain(program: str, stderr: str) -> str:
-    """Slurm's complaint in one line, with what to do where that is known."""
-    words = "; ".join(line.split("error: ", 1)[-1].strip() for line in stderr.splitlines() if line.strip())
-    hint = ""
-    if "invalid partition" in words.lower():
-        hint = " (`sinfo` lists the partitions; set clusters.<name>.partition)"
-    elif "invalid account" in words.lower():
-        hint = " (`sacctmgr show assoc user=$USER` lists your accounts; set clusters.<name>.account)"
-    elif "sleeping and retrying" in words.lower():
-        hint = " (the cluster has as many jobs as it takes: MaxJobCount in `scontrol show config`)"
-    elif "configuration source" in words.lower() or "resolve_ctls" in words.lower():
-        return f"{program}: no Slurm is configured here{_no_slurm()}"
-    elif any(one in words.lower() for one in ("contact slurm controller", "connection refused", "in standby mode")):
-        elsewhere = " or SLURM_CONF points elsewhere" if "SLURM_CONF" in os.environ else ""
-        hint = f" {_AWAY}{elsewhere}: `scontrol ping`; the same command works later)"
+def without_options(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment without the options of Slurm's commands. SLURM_CONF stays: it names the cluster."""
+    return {key: value for key, value in environment.items() if not key.startswith(_OPTIONS) or key == "SLURM_CONF"}
+
+
+def run(
+    *command: str,
+    timeout: float = ANSWER_SECONDS,
+    environment: Mapping[str, str] | None = None,
+    pass_fds: Sequence[int] = (),
+) -> str:
+    """The output of one Slurm command. All times in it are UTC.
+
+    `environment` replaces this process's, as for a successor job. The command inherits the open files `pass_fds`.
+    Raises SchedulerTimeout if the request may have been carried out, else SchedulerError with Slurm's words.
+    """
+    variables = without_options(os.environ if environment is None else environment)
+    if command[0] != "sbatch":  # sbatch hands its environment to the job, and reads --begin in the user's time zone
+        variables |= {"SLURM_TIME_FORMAT": "standard", "TZ": "UTC", "LC_ALL": "C"}
+    try:
+        # A session of its own: the terminal's Ctrl-C would end an sbatch whose job is in the queue already.
+        done = subprocess.run(
+            command, capture_output=True, timeout=timeout, env=variables, start_new_session=True, pass_fds=pass_fds
+        )
+    except FileNotFoundError:
+        raise SchedulerError(
+            f"{command[0]} is not on PATH: is this a login node of a Slurm cluster? Without one, use --local"
+        ) from None
+    except subprocess.TimeoutExpired as error:
+        # sbatch that is refused by MaxJobCount says so at once, and tries again for two minutes.
+        words = (error.stderr or b"no answer; is slurmctld up? (`scontrol ping`)").decode(errors="replace")
+        raise SchedulerTimeout(f"{explain(command[0], words)}; ended after {timeout:g} s") from None
+    if done.returncode < 0:  # as at the end of a job, which takes the commands of its processes along
+        name = signal.Signals(-done.returncode).name
+        raise SchedulerTimeout(f"{command[0]}: killed by {name}; its request may have been carried out")
+    if done.returncode:
+        words = (done.stderr or done.stdout).decode(errors="replace")
+        maybe_done = any(part in words for part in _MAYBE_DONE)
+        raise (SchedulerTimeout if maybe_done else SchedulerError)(explain(command[0], words))
+    return done.stdout.decode(errors="replace")  # a site's banner may be in another encoding than UTF-8
+
+
+def explain(program: str, complaint: str) -> str:
+    """Slurm's complaint in one line, with the user's next step if there is a usual one."""
+    words = "; ".join(line.split("error: ", 1)[-1].strip() for line in complaint.splitlines() if line.strip())
+    hint = next((f" ({hint})" for part, hint in _HINTS.items() if part in words.lower()), "")
     return f"{program}: {words or 'failed without a message'}{hint}"
 
 
 def is_away(error: SchedulerError) -> bool:
-    """Whether the controller did not answer, so that the same command may work later."""
-    return isinstance(error, SchedulerTimeout) or _AWAY in str(error)
+    """True if the controller did not answer, so that the same command may work later."""
+    return isinstance(error, SchedulerTimeout) or any(part in str(error).lower() for part in _AWAY)
 
 
-def cluster(timeout: float = ANSWER_SECONDS) -> str:
-    """`ClusterName@host:port` of the Slurm that commands here talk to: names alone are not unique."""
-    fields = config(timeout)
-    host = fields.get("SlurmctldHost[0]", "").partition("(")[0]
-    return f"{fields.get('ClusterName', '')}@{host}:{fields.get('SlurmctldPort', '')}"
+def fields(record: str) -> dict[str, str]:
+    """The fields of one line of `scontrol --oneliner show`; a field that Slurm calls (null) or N/A is empty.
+
+    A value may hold spaces, as in `WorkDir=/my data Comment=a b`: it ends where the next `Name=` begins.
+    """
+    pairs = (part.partition("=") for part in re.split(r"\s+(?=[A-Z][A-Za-z:/]*=)", record.strip()))
+    return {key: "" if value in ("(null)", "N/A") else value for key, _, value in pairs}
 
 
-def name_of(cluster: str) -> str:
-    """The ClusterName in what `cluster` returns."""
-    return cluster.partition("@")[0]
-
-
-def config(timeout: float = ANSWER_SECONDS) -> dict[str, str]:
-    """How the Slurm that commands here talk to is set up, as `scontrol show config` says it; asked once."""
-    return _config(os.environ.get("SLURM_CONF"), timeout)
+def config() -> dict[str, str]:
+    """The settings of the cluster, as `scontrol show config` prints them: `config()["KillWait"]` is `30 sec`."""
+    return _config(os.environ.get("SLURM_CONF"))
 
 
 @cache
-def _config(conf: str | None, timeout: float) -> dict[str, str]:
-    return dict(re.findall(r"^(\S+)\s+= (.*?)\s*$", command("scontrol", "show", "config", timeout=timeout), re.M))
+def _config(conf: str | None) -> dict[str, str]:
+    return dict(re.findall(r"^(\S+)\s+= (.*?)\s*$", run("scontrol", "show", "config"), re.M))
 
 
-MAX_ARRAY_SIZE = 1001
-"""Slurm's default of MaxArraySize."""
+def cluster_name() -> str:
+    """`ClusterName@host:port` of the Slurm that commands here talk to: two clusters may have the same ClusterName."""
+    host = config().get("SlurmctldHost[0]", "").partition("(")[0]
+    return f"{config().get('ClusterName', '')}@{host}:{config().get('SlurmctldPort', '')}"
 
 
-def max_array_size() -> int:
-    """How many tasks a job array may have. Raises SchedulerError."""
-    found = re.search(r"^MaxArraySize\s+= (\d+)", command("scontrol", "show", "config"), re.M)
-    return int(found[1]) if found else MAX_ARRAY_SIZE
+def submit(
+    script: str, *options: str, environment: Mapping[str, str] | None = None, pass_fds: Sequence[int] = ()
+) -> str:
+    """Queue a batch script; returns the id of the new job. Raises SchedulerTimeout if it may be in the queue."""
+    answer = run("sbatch", "--parsable", *options, script, environment=environment, pass_fds=pass_fds)
+    ids = set(re.findall(r"^\s*(\d+)(?:;\S*)?\s*$", answer, re.M))  # a site may print a banner around it
+    if len(ids) != 1:
+        raise SchedulerTimeout(f"sbatch printed no job id, and may have queued the job: {' '.join(answer.split())!r}")
+    return str(ids.pop())

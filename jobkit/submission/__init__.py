@@ -1,1 +1,1 @@
-"""Before the job: the plan, the batch script, the submission. Never imports torch."""
+"""From a YAML to a job: plan, checks, the batch script, the transaction, the follower."""

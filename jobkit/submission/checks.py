@@ -1,164 +1,195 @@
-"""Is everything here that a run needs? Each answer is a value; nothing is started, and torch is not imported."""
+"""What can be refused before anything is queued: a task, a command or an input that is not there, a foreign directory.
+
+Answers come from file names and syntax. Nothing of the user is imported: that would cost seconds of torch.
+submit.py calls `check`, the transaction the rest. Raises InputError with one hint.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import ast
+import importlib.util
 import os
-import platform
 import re
 import shutil
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from jobkit import slurm
-from jobkit.errors import SchedulerError, nearest
-from jobkit.run.locks import NoLocks, file_system, is_free, lock_at
-from jobkit.submission.devices import visible_gpus
-from jobkit.submission.submit import is_installed
+from jobkit.errors import InputError, nearest
+from jobkit.mirror import services
+from jobkit.run import disk, layout
+from jobkit.run.files import foreign_owner
+from jobkit.run.machine import idle_devices
+from jobkit.run.older import HINT
+from jobkit.run.rundir import RunDir
+from jobkit.run.status import Status
+from jobkit.submission.plan import LaunchPlan
 
-OK, WARNING, PROBLEM = "ok", "warning", "problem"
-
-LITTLE_SPACE = 10 << 30
-"""Bytes: a few checkpoints of a small model with its optimizer's state."""
-
-SHORT_GRACE = 10
-"""Seconds from a preemption's signal to the kill (GraceTime, then KillWait): with less, a big model's checkpoint may
-not be written whole."""
+PLUGIN = "jobkit.worker.job_environment:JobkitJobEnvironment"
+"""Submitit, in the job, finds jobkit's environment through this entry point."""
 
 
-@dataclass(frozen=True)
-class Check:
-    """One answer, and for a warning or a problem what to do."""
-
-    name: str
-    state: str
-    """OK, WARNING (a run works, with a limit), PROBLEM (no run would work)."""
-    found: str
-    advice: str = ""
-
-
-def check_machine(gpus_per_task: int) -> Iterator[Check]:
-    """This machine and its Python."""
-    python = f"Python {platform.python_version()} ({sys.executable})"
-    yield Check("python", OK, f"{python}, {os.cpu_count()} cores here")
-    yield _check_torch(gpus_per_task)
-    found = f"submitit {_version('submitit') or 'is not installed'}, jobkit {_version('jobkit') or 'is not installed'}"
-    if is_installed():
-        yield Check("submitit", OK, f"{found}, which is its plugin")
-    else:
-        yield Check("submitit", PROBLEM, f"{found}; it is not Submitit's plugin", f"pip install it in {sys.prefix}")
-
-
-def _check_torch(gpus_per_task: int) -> Check:
-    torch, gpus = _version("torch"), visible_gpus()
-    devices = f"{gpus} NVIDIA GPU(s) here"
-    if npus := len(list(Path("/dev").glob("davinci[0-9]*"))):
-        devices += f", {npus} NPU(s), torch_npu {_version('torch_npu') or 'is not installed'}"
-    if torch is None:
-        return Check("torch", PROBLEM, f"torch is not installed; {devices}", f"pip install it in {sys.prefix}")
-    if torch.endswith("+cpu") and (gpus or gpus_per_task):
-        state = PROBLEM if gpus_per_task else WARNING
-        return Check("torch", state, f"torch {torch} knows the CPU only; {devices}", "install a build for the GPUs")
-    return Check("torch", OK, f"torch {torch}; {devices}")
-
-
-def _version(package: str) -> str | None:
+def check(plan: LaunchPlan, folder: Path) -> list[str]:
+    """Refuse a plan that would fail in its job; returns lines for the user. `folder` is where the command was typed."""
+    config, notes = plan.config, []
+    _check_runs_dir(plan)
+    if not is_installed():
+        raise InputError(f"jobkit is not installed in {sys.executable}: no job of it would start", hint="pip install")
+    layout.check(config, config.resources.world_size, config.resources.ranks_per_node)
+    for path in config.inputs:
+        if not Path(path).exists():
+            hint = "`~` is not expanded: write the whole path" if path.startswith("~") else ""
+            raise InputError("no such file or directory", key="inputs", found=path, hint=hint)
     try:
-        return version(package)
+        if config.command:
+            _check_command(config.command, folder)
+        else:
+            _check_task(config.task, folder)
+        for service in services(config.mirror):
+            _check_service(service)
+    except _NotInstalled as error:
+        if not plan.options.setup:
+            raise
+        notes.append(f"{error}; the run fails unless the cluster's setup lines provide it")
+    if plan.target.scheduler == "local" and (idle := idle_devices(config, config.resources.world_size)):
+        notes.append(f"warning: {idle}")
+    return notes
+
+
+class _NotInstalled(InputError):
+    """A program or a package is not here. Setup lines of the cluster may provide it in the job."""
+
+
+def _check_runs_dir(plan: LaunchPlan) -> None:
+    runs_dir = plan.run.path.parent
+    if plan.target.scheduler == "slurm" and (match := re.search(r"%|\\", str(runs_dir))):
+        # `%j` in the path of a log is the job's id, and a backslash ends such names.
+        raise InputError(f"Slurm gives {match[0]} a meaning of its own", key="--runs-dir", found=str(runs_dir))
+
+
+def is_installed() -> bool:
+    """Whether jobs of this Python find jobkit."""
+    try:
+        entries = distribution("jobkit").entry_points  # of all packages it would take 8 ms
     except PackageNotFoundError:
-        return None
+        return False
+    return any(entry.group == "submitit" and entry.value == PLUGIN for entry in entries)
 
 
-def check_runs_dir(runs_dir: Path) -> Check:
-    """Whether runs can be written, and locked, where they shall live."""
-    move = "set --runs-dir or JOBKIT_RUNS"
+# Task and command
+
+
+def _check_task(task: str, folder: Path) -> None:
+    """Refuse `module:callable` where the module is not found, is no valid Python or defines no such name."""
+    module, _, name = task.partition(":")
+    spec = _find(module, folder, "task")
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        raise InputError("not a Python file", key="task", found=spec.origin or f"the folder {module}")
+    names = _names_in(Path(spec.origin))
+    if names is not None and name not in names:
+        raise InputError(f"{spec.origin} does not define it", key="task", found=name, hint=nearest(name, sorted(names)))
+
+
+def _find(module: str, folder: Path, key: str) -> ModuleSpec:
+    """The spec of a dotted module. Its parents are not imported."""
+    path: list[str] = [str(folder), *sys.path]
+    spec: ModuleSpec | None = None
+    for part in module.split("."):
+        spec = PathFinder.find_spec(part, path)
+        if spec is None and path[:1] == [str(folder)]:
+            spec = importlib.util.find_spec(part)  # an editable install has a finder of its own
+        if spec is None:
+            break
+        path = [*(spec.submodule_search_locations or ())]
+    if spec is None:
+        top = module.partition(".")[0]
+        is_above = [above for above in folder.parents if (above / f"{top}.py").exists() or (above / top).is_dir()]
+        hint = nearest(module, [file.stem for file in folder.glob("*.py")])
+        if is_above:
+            hint = f"{top} is in {is_above[0]}: type the command there"
+        raise _NotInstalled(f"no such module in {folder}, and none is installed", key=key, found=module, hint=hint)
+    return spec
+
+
+def _names_in(file: Path) -> set[str] | None:
+    """The names that a module's top defines; None where a star import, or a test, leaves that open."""
+    names: set[str] = set()
+    for node in _parse(file).body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        else:
+            stored = (inner for inner in ast.walk(node) if isinstance(inner, ast.Name))
+            names |= {inner.id for inner in stored if isinstance(inner.ctx, ast.Store)}
+            if isinstance(node, (ast.If, ast.Try, ast.With)):
+                return None
+    return None if "*" in names else names
+
+
+def _parse(file: Path) -> ast.Module:
+    try:
+        return ast.parse(file.read_bytes(), filename=str(file))
+    except (SyntaxError, ValueError) as error:
+        message = getattr(error, "msg", str(error))
+        raise InputError(f"not valid Python: {message}").at(file, getattr(error, "lineno", 1)) from None
+
+
+def _check_command(command: list[str], folder: Path) -> None:
+    """Refuse a program that is not on PATH, and for a Python a script or module that is not there."""
+    program, *words = command
+    if shutil.which(program, path=None if os.sep not in program else str(folder)) is None:
+        if (folder / program).is_file():
+            raise InputError("it may not be executed", key="command", found=program, hint=f"chmod +x {program}")
+        hint = nearest(program, ["python", "torchrun", "accelerate", "bash"])
+        raise _NotInstalled("no such program on PATH", key="command", found=program, hint=hint)
+    if not re.fullmatch(r"python[\d.]*", Path(program).name):
+        return
+    while words and words[0].startswith("-") and words[0] not in ("-m", "-c"):
+        words = words[2:] if words[0] in ("-W", "-X") else words[1:]
+    if words[:1] == ["-m"] and len(words) > 1:
+        _find(words[1], folder, "command")
+    elif words[:1] != ["-c"]:
+        if not words:
+            raise InputError("it runs nothing", key="command", found=program, allowed="a script, -m MODULE or -c CODE")
+        if "${" not in words[0] and not (folder / words[0]).exists():
+            hint = nearest(words[0], [file.name for file in folder.glob("*.py")])
+            raise InputError(f"no such file in {folder}", key="command", found=words[0], hint=hint)
+        if words[0].endswith(".py") and (folder / words[0]).is_file():
+            _parse(folder / words[0])
+
+
+def _check_service(name: str) -> None:
+    """Refuse a mirror whose package is not installed."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:  # a folder of the user's that has its name
+        package = {"wandb": "wandb", "mlflow": "mlflow-skinny"}[name]
+        raise _NotInstalled(f"{package} is not installed", key=f"mirror.{name}", hint=f"pip install {package}")
+
+
+# Directories
+
+
+def refuse_unwritable(runs_dir: Path) -> None:
+    """Make the runs directory. Raises InputError where nothing can be written there."""
     try:
         runs_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".doctor-", dir=runs_dir) as folder:
-            file = Path(folder) / "lock"
-            with lock_at(file, elsewhere=move):
-                excludes = not is_free(file)
-        free = shutil.disk_usage(runs_dir).free
-    except NoLocks as error:
-        return Check("runs", PROBLEM, str(error))
     except OSError as error:
-        return Check("runs", PROBLEM, f"{runs_dir}: not writable ({error.strerror})", move)
-    found = f"{runs_dir}: writable, {free / (1 << 30):.1f} GiB free, {file_system(runs_dir)}"
-    if not excludes:
-        return Check("runs", PROBLEM, f"{found}; locks do not work: a run could be started twice", move)
-    if free < LITTLE_SPACE:
-        return Check("runs", WARNING, found, f"make room, or {move}: a full disk interrupts runs")
-    return Check("runs", OK, f"{found}, locks work")
+        raise InputError(f"cannot be made: {error.strerror}", key="--runs-dir", found=str(runs_dir)) from None
+    if (problem := disk.write_probe(runs_dir)) is not None:
+        raise disk.explained(problem)
 
 
-def check_slurm(partition: str | None, nodes: int) -> Iterator[Check]:
-    """The Slurm that commands here talk to, for jobs of some nodes in `partition`, or in its default one."""
-    try:
-        config = dict(re.findall(r"^(\S+)\s+= (.*?)\s*$", slurm.command("scontrol", "show", "config"), re.MULTILINE))
-        listed = slurm.command("scontrol", *slurm.EVEN_HIDDEN, "--oneliner", "show", "partition")
-        idle = slurm.command("sinfo", *slurm.EVEN_HIDDEN, "--noheader", "--states=idle", "--format=%R %D")
-    except SchedulerError as error:
-        yield Check("slurm", PROBLEM, str(error), "use --local for this machine alone")
-        return
-    about = f"Slurm {config.get('SLURM_VERSION')}, cluster {config.get('ClusterName')}"
-    yield Check("slurm", OK, f"{about}, slurmctld up since {config.get('BOOT_TIME')}")
-    partitions = [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in listed.splitlines()]
-    by_name = {one["PartitionName"]: one for one in partitions if "PartitionName" in one}
-    default = next((name for name, one in by_name.items() if one.get("Default") == "YES"), None)
-    chosen = [*partition.split(",")] if partition else [default]
-    idle_nodes = dict(line.split() for line in idle.splitlines())
-    found = [_check_partition(name, by_name, idle_nodes, nodes) for name in chosen]
-    works = any(check.state == OK for check in found)
-    for name, check in zip(chosen, found, strict=True):
-        # Slurm refuses a job if one of its partitions is not there; of the others it runs in one.
-        yield dataclasses.replace(check, state=WARNING) if works and check.state != OK and name in by_name else check
-    known = [by_name[name] for name in chosen if name in by_name]
-    if known:
-        yield _check_requeue(config)
-    for one in known:
-        yield _check_preemption(config, one)
+def refuse_foreign(run: RunDir) -> None:
+    """Refuse to continue a run that another user owns, or whose config another user wrote: it would run as this one."""
+    for path in (run.path, run.config_file):
+        if path.exists() and (owner := foreign_owner(path)) is not None:
+            raise InputError(f"it belongs to {owner}", hint="--fresh makes a run of your own").at(path)
 
 
-def _check_partition(
-    chosen: str | None, partitions: Mapping[str, Mapping[str, str]], idle: Mapping[str, str], nodes: int
-) -> Check:
-    known = ", ".join(list(partitions)[:8]) + (" ..." if len(partitions) > 8 else "")
-    say = "set clusters.<name>.partition"
-    if chosen is None or chosen not in partitions:
-        missing = f"no partition {chosen!r}{nearest(chosen, partitions)}" if chosen else "there is no default partition"
-        return Check("partition", PROBLEM, f"{missing} (known: {known})", say)
-    own = partitions[chosen]
-    total, limit = own.get("TotalNodes", "0"), own.get("MaxTime")
-    found = f"{chosen} is {own.get('State')}: {total} node(s), {idle.get(chosen, 0)} idle, MaxTime={limit}"
-    if own.get("State") != "UP":
-        return Check("partition", PROBLEM, found, f"its jobs wait until it is opened again; known: {known}")
-    if int(total) < nodes:
-        return Check("partition", PROBLEM, f"{found}; {nodes} are asked for", f"{say}; known: {known}")
-    return Check("partition", OK, f"{found} (of {known})")
-
-
-def _check_requeue(config: Mapping[str, str]) -> Check:
-    requeue = config.get("JobRequeue", "?")
-    how = "jobs are requeued" if requeue == "1" else "only jobs that ask for it are requeued, and jobkit's do"
-    return Check("requeue", OK, f"JobRequeue={requeue}: {how}")
-
-
-def _check_preemption(config: Mapping[str, str], partition: Mapping[str, str]) -> Check:
-    """What Slurm does to a job of a partition that must make room."""
-    mode, grace = partition.get("PreemptMode", "OFF"), partition.get("GraceTime", "0")
-    kill_wait = config.get("KillWait", "30 sec")
-    found = f"{partition['PartitionName']}: PreemptMode={mode}, GraceTime={grace}, KillWait={kill_wait}"
-    killed_after = int(grace) + int(kill_wait.split()[0])
-    if mode == "OFF" or config.get("PreemptType", "").endswith("none"):
-        return Check("preemption", OK, f"{found}: jobs are not preempted")
-    if "SUSPEND" in mode:
-        advice = "a suspended job keeps its GPUs' memory, and the watchdog may take it for hung: set `watchdog: off`"
-        return Check("preemption", WARNING, f"{found}: jobs are suspended", advice)
-    if killed_after < SHORT_GRACE:
-        advice = "a preempted run may repeat the steps since its last checkpoint: set `checkpoint: {every: 5min}` or so"
-        return Check("preemption", WARNING, f"{found}: too short for a big model's checkpoint", advice)
-    return Check("preemption", OK, f"{found}: a preempted run has {killed_after} s to save, and continues by itself")
+def refuse_older(run: RunDir, status: Status) -> None:
+    """Refuse to continue a run that an older jobkit made: its journal and its checkpoints have other forms."""
+    if status.is_older:
+        problem = f"an older jobkit made this run ({status.state}): it is left as it is, --fresh makes a new one"
+        raise InputError(problem, key=run.name, hint=HINT if run.final.exists() else "")

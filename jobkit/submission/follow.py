@@ -1,165 +1,184 @@
-"""Following a run from outside: rank 0's output, the progress bar, and what Ctrl-C means."""
+"""Following a run: rank 0's output, its progress, the ends of its attempts, and the meaning of Ctrl-C.
+
+follow_local   the foreground command: Ctrl-C asks the run to save and stop, a second one kills its ranks
+follow         --follow: Ctrl-C leaves the run alone
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
+import sys
 import time
 
 from jobkit.display import Display
-from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, SchedulerError
-from jobkit.run.command_line import to_type
-from jobkit.run.continuation import how_to_continue
-from jobkit.run.dependencies import verdict
+from jobkit.errors import EXIT_FAILED, EXIT_FINISHED
+from jobkit.run.chain import waits_for
+from jobkit.run.journal import read_status
 from jobkit.run.rundir import RunDir
-from jobkit.run.silent import how_it_continues, is_silent, stopping
-from jobkit.run.status import State, Status
+from jobkit.run.status import Attempt, Status
 from jobkit.run.tail import Tail
-from jobkit.submission.ending import exit_code, read_to_the_end
-from jobkit.submission.observer import Observer, observe
-from jobkit.supervisor.line import Line
+from jobkit.run.view import LOST, View, view
+from jobkit.submission.signals import Signals
+from jobkit.supervisor.devices import turns
+from jobkit.usage import to_type
 
-POLL_SECONDS = 0.2
-"""How often the run's files are read: a progress bar that moves at once, and five reads a second of a shared disk."""
+POLL_SECONDS = 0.1
 
+ASK_SECONDS = 10.0
+"""Between two questions to Slurm: all users share a slurmctld. The run's own files say most of it sooner."""
 
-LOOK_SECONDS = 1.0
-"""How often a run's place in the line is looked at."""
+AGAIN_SECONDS = 1.0
+"""Between two looks at the line for devices, and between two signals to a supervisor that has no attempt: one that was
+killed meanwhile has not heard the first."""
+
+LINES_OF_LOG = 3
 
 
 class Follower:
-    """Shows a run: rank 0's output, the progress bar, and how it ends."""
+    """Shows what is new about a run."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
         self.display = Display(run.name)
         self._tail = Tail()
-        self._attempt = 0
-        """The newest that was shown: it may have printed its last after the next one had begun."""
+        status = read_status(run)
+        self._first = len(status.attempts) + (status.open_attempt is None)
+        """The attempt from which on output is shown."""
+        self._ended = sum(attempt.ended is not None for attempt in status.attempts)
+        self._warnings: set[str] = set()
 
-    def refresh(self, status: Status) -> None:
-        """Show what is new."""
-        if not status.attempt:
-            return
-        newest = status.attempt.id
-        for number in range(self._attempt or newest, newest + 1):
-            for line in self._tail.read(self.run.rank_log(number, 0), whole_lines=True).splitlines():
-                self.display.say(line)
-        self._attempt = newest
+    def refresh(self, status: Status, *, to_the_end: bool = False) -> None:
+        """Show the new output, progress and ends of attempts."""
+        newest = status.attempt.number if status.attempt is not None else 0
+        for number in range(max(self._first, newest - 1), newest + 1):  # the one before may have printed its last later
+            for line in self._tail.read(self.run.rank_log(number, 0), to_the_end=to_the_end):
+                print(line, flush=True) if not sys.stdout.isatty() else self.display.say(line)
+        ended = [attempt for attempt in status.attempts if attempt.ended is not None]
+        for attempt in ended[self._ended :]:
+            if attempt.ended is not None and attempt.ended.next not in ("stop", "fail"):
+                self.display.say(describe(attempt))
+        self._ended = len(ended)
         progress = self.run.progress()
-        if progress is not None and progress.attempt == status.attempt.id:
-            self.display.show(progress)
+        if progress is None or progress.attempt != newest or newest < self._first:
+            return
+        for warning in progress.warnings:
+            if warning not in self._warnings:
+                self._warnings.add(warning)
+                self.display.say(f"warning: {warning}")
+        self.display.show(progress)
 
-    def end(self, status: Status) -> int:
-        """Say how the run stands now, and what to type next; returns the exit code: 75 for what can be continued."""
+    def end(self, now: View) -> int:
+        """Say how the run stands, and the next command; returns the exit code."""
+        self.refresh(now.status, to_the_end=True)
         self.display.close()
-        say, attempt = self.display.say, status.attempt
-        if not self.run.exists():
-            say(f"{self.run.path} was removed, or moved: the run has ended")
-            return EXIT_FAILED
-        safe = f"{how_it_continues(self.run, status)}:\n  {how_to_continue(self.run, status)}"
-        if status.state == State.FINISHED:
-            say(f"finished{status.at_steps}: {status.result if status.result is not None else ''}".rstrip(": "))
+        say, status, state = self.display.say, now.status, now.state
+        ended = status.attempt.ended if status.attempt is not None else None
+        if state == "finished":
+            result = f": {status.result}" if status.result is not None else ""
+            say(f"{self.run.name} finished{result}")
             say(f"run directory: {self.run.path}")
-        elif status.state == State.FAILED:
-            say(f"failed{status.at_steps}: {status.error}")
-            if attempt:
-                say(f"tracebacks: {self.run.logs(attempt.id)}/rank_*.err")
-            say(safe)
-        else:
-            failure = attempt.failure.error if attempt and attempt.failure else None
-            why = f": {failure or status.error}" if failure or status.error else ""
-            say(f"{status.state}{status.at_steps}{why}. {safe}")
-        return exit_code(status.state)
+            return EXIT_FINISHED
+        if state == "failed" and ended is not None:
+            if ended.traceback:
+                say(ended.traceback.rstrip())
+            say(f"output: {self.run.logs(ended.attempt)}")
+        elif status.attempt is None or status.attempt.submission != status.person_submission:
+            for line in self._tail.read(self.run.job_log, to_the_end=True)[-LINES_OF_LOG:]:
+                say(line)
+        say(f"{self.run.name}: {state}{f', {now.words}' if now.words else ''}")
+        if state != LOST:  # its words say so already
+            say(f"to continue it: the same command; with the code as it was: {to_type('resume', self.run.path)}")
+        return now.exit_code
 
 
-def is_waiting(status: Status) -> bool:
-    """Whether a run's own process waits for its turn."""
-    return status.state == State.QUEUED and status.waiting is not None
+def describe(attempt: Attempt) -> str:
+    """How an attempt ended that another one follows."""
+    ended = attempt.ended
+    if ended is None:
+        return f"attempt {attempt.number} runs"
+    cause = f"{ended.cause}: {ended.error}" if ended.error else ended.cause
+    follows = {"in_place": "starting again", "requeue": "requeued", "successor": "another job follows"}
+    return f"attempt {attempt.number} ended ({cause}); {follows.get(ended.next, ended.next)}"
 
 
-class Wait:
-    """Tells of a local run's place in the line, whenever that is another one."""
-
-    def __init__(self, run: RunDir) -> None:
-        self.run = run
-        self._told: tuple[int, int] | None = None
-        """The number of attempts before, and the place."""
-        self._before = ""
-        """The runs that it comes after, as they were told of last."""
-        self._look_at = 0.0
-
-    def news(self, status: Status) -> str:
-        """A line, or nothing where nothing is new."""
-        if not is_waiting(status) or time.monotonic() < self._look_at:
-            return ""
-        self._look_at = time.monotonic() + LOOK_SECONDS
-        found = Line().find(self.run.path, os.getuid())
-        others = verdict(self.run, status.after)
-        if before := others.text:
-            is_new, self._before = before != self._before, before
-            stopped = [run.name for run, status in others.unfinished if not status.state.is_under_way]
-            hint = f"; to continue: {to_type('resume', *stopped)}" if stopped else ""
-            return f"queued: waiting for {before}{hint}" if is_new else ""
-        if found is None or (len(status.attempts), found.place) == self._told:
-            return ""
-        hint = "" if self._told else f"; {to_type('logs', '-f', self.run.name)}"
-        self._told = len(status.attempts), found.place
-        return f"queued: {found}{hint}"
-
-
-def follow_local(run: RunDir, supervisor: subprocess.Popen[bytes], asked: list[int]) -> int:
-    """Show a local run until its supervisor ends. A signal in `asked`: checkpoint and stop; a second one kills.
-
-    A run that waits for its turn leaves the line, but for SIGHUP: after a closed terminal it waits in the background.
-    """
-    follower, wait, stops = Follower(run), Wait(run), 0
-    now = run.status()
-    told = sum(attempt.submission < now.submissions for attempt in now.attempts)  # by earlier commands
-    while supervisor.poll() is None:
-        status = run.status()
-        if len(asked) > stops:
-            if is_waiting(status) and asked[-1] == signal.SIGHUP:
-                return EXIT_FINISHED
-            stops = len(asked)
-            supervisor.send_signal(signal.SIGTERM if stops == 1 else signal.SIGINT)
-            leaving = "leaving the line" if is_waiting(status) else stopping(run, status)
-            follower.display.say(leaving if stops == 1 else "killing")
-        elif line := wait.news(status):
-            follower.display.say(line)
+def follow_local(run: RunDir, process: subprocess.Popen[bytes], signals: Signals) -> int:
+    """Show a local run until its job has ended; returns the exit code. A signal stops the run, a second one kills."""
+    follower = Follower(run)
+    stop = Stop(run, process, follower.display)
+    look_at, turn_shown = time.monotonic() + AGAIN_SECONDS, ""
+    # The job script may be killed, and its supervisor live on: the lock says so.
+    while process.poll() is None or run.alive_lock().is_held():
+        status = read_status(run)
+        if signals.received:
+            stop.ask(status, kills=len(signals.received) > 1)
+        elif status.open_attempt is None and time.monotonic() >= look_at:
+            look_at = time.monotonic() + AGAIN_SECONDS
+            if (turn := waits_for(run, status) or turns().get(str(run.path), "")) not in ("", turn_shown):
+                turn_shown = turn
+                follower.display.say(f"waiting: {turn}")
         follower.refresh(status)
-        for attempt in status.attempts[told:-1]:  # those that another one follows
-            why = (attempt.failure and attempt.failure.error) or attempt.cause
-            again = "starts it again" if is_silent(run, status) else "goes on"
-            follower.display.say(f"attempt {attempt.id} ended: {why}; attempt {attempt.id + 1} {again}")
-            told = attempt.id
         time.sleep(POLL_SECONDS)
-    follower.refresh(run.status())
-    return follower.end(observe(run))
+    now = view(run)
+    code = follower.end(now)
+    cannot_start = now.state == LOST and process.returncode == EXIT_FAILED and not signals.received  # setup lines
+    return EXIT_FAILED if cannot_start else code
 
 
-def follow_slurm(run: RunDir) -> int:
-    """Show a run on Slurm until it is over, through its requeues. Ctrl-C leaves it running."""
-    follower, observer, shown = Follower(run), Observer(run), None
+class Stop:
+    """Asks a local run to stop, until it has: a supervisor that is killed in between has not heard it."""
+
+    def __init__(self, run: RunDir, process: subprocess.Popen[bytes], display: Display) -> None:
+        self.run, self.process, self.display = run, process, display
+        self._asked: set[tuple[int, bool]] = set()
+        self._signal_at = 0.0
+
+    def ask(self, status: Status, *, kills: bool) -> None:
+        """Stop the open attempt by a request; without one, end whatever is about to begin one."""
+        attempt = status.open_attempt
+        number = attempt.number if attempt is not None else 0
+        if (number, kills) not in self._asked:
+            self._asked.add((number, kills))
+            saves = "stopping once the ranks have saved; Ctrl-C again kills" if attempt is not None else "stopping"
+            self.display.say("killing the ranks" if kills else saves)
+            if attempt is not None:
+                self.run.ask("stop", status, 0.0 if kills else None)
+        if attempt is None and time.monotonic() >= self._signal_at:
+            self._signal_at = time.monotonic() + AGAIN_SECONDS
+            self._signal(status, kills)
+
+    def _signal(self, status: Status, kills: bool) -> None:
+        lease = self.run.lease()
+        number = signal.SIGKILL if kills else signal.SIGTERM
+        try:
+            if not kills and lease is not None and lease.pid and lease.token == status.token:
+                os.kill(lease.pid, number)  # the supervisor waits for its agents, or for a device
+            else:
+                os.killpg(self.process.pid, number)  # setup lines, or a supervisor that imports
+        except ProcessLookupError:
+            return  # it ends already
+
+
+def follow(run: RunDir) -> int:
+    """Show a run until it is over, through its requeues. Ctrl-C leaves it running."""
+    follower, shown, ask_at = Follower(run), "", 0.0
+    before: tuple[str, int] | None = None
     try:
         while True:
-            try:
-                status = observer.look()
-            except SchedulerError as error:
-                status = run.status()
-                follower.display.say(f"{error}; still following")
-            if observer.is_over:
-                read_to_the_end(run, status, lambda: follower.refresh(status))  # noqa: B023
-                return follower.end(status)
-            if (status.state, len(status.attempts)) != shown:
-                shown = (status.state, len(status.attempts))
-                place = f"job {status.job_id}, attempt {len(status.attempts)}"
-                place += f", {status.waits_for}" if status.state == State.HELD else ""
-                follower.display.say(f"{run.name}: {status.state} ({place})")
+            status = read_status(run)
+            place = (status.state, len(status.attempts))
+            if place != before or time.monotonic() >= ask_at:
+                before, ask_at = place, time.monotonic() + ASK_SECONDS
+                now = view(run)
+                if now.is_over:
+                    return follower.end(now)
+                if (line := f"{run.name}: {now.state}, {now.words}") != shown:
+                    shown = line
+                    follower.display.say(line)
             follower.refresh(status)
             time.sleep(POLL_SECONDS)
     except KeyboardInterrupt:
         follower.display.close()
-        follower.display.say(f"no longer following; the job goes on. To stop it: {to_type('cancel', run.name)}")
+        follower.display.say(f"no longer following; the run goes on. To stop it: {to_type('cancel', run.path)}")
         return EXIT_FINISHED

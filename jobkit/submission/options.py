@@ -1,4 +1,10 @@
-"""The options a cluster entry may hold: Submitit's parameters, all other options of sbatch, and our resources."""
+"""The options of a cluster entry: Submitit's parameters, the other long options of sbatch, and keys of `resources`.
+
+    clusters: {h100: {partition: h100, constraint: ib, setup: [module load cuda], nodes: 4}}
+        -> split("h100", entry) -> Options(resources={"nodes": 4}, sbatch={...}, setup=["module load cuda"], ...)
+
+plan.py calls it, for the entry that is used and, so that a slip shows at once, for all others.
+"""
 
 from __future__ import annotations
 
@@ -6,150 +12,161 @@ import dataclasses
 import re
 import shlex
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
-from submitit.slurm import slurm as submitit_slurm
-
-from jobkit.errors import InvalidValue, nearest
-from jobkit.run.config import Resources
+from jobkit.errors import InputError, nearest
+from jobkit.run.schema import Resources
 
 _OTHER = """
 acctg_freq batch bb bbf begin cluster_constraint container contiguous core_spec cores_per_socket cpu_freq deadline
 delay_boot distribution export export_file extra_node_info get_user_env gid gpu_freq gres_flags hint hold
-kill_on_invalid_dep licenses mcs_label mem_bind mincpus network nice no_kill nodefile ntasks_per_core
-ntasks_per_socket overcommit oversubscribe power prefer priority profile propagate reboot reservation sockets_per_node
-spread_job switches thread_spec threads_per_core time_min tmp uid use_min_nodes wait_all_nodes
+kill_on_invalid_dep licenses mcs_label mem_bind mincpus network nice nodefile ntasks_per_core ntasks_per_socket
+overcommit oversubscribe power prefer priority profile propagate reboot reservation sockets_per_node spread_job switches
+thread_spec threads_per_core time_min tmp uid use_min_nodes wait_all_nodes
 """
 OTHER_SBATCH = frozenset(_OTHER.split())
-"""Long options of sbatch(1) that Submitit's signature does not have; its additional_parameters pass them on."""
+"""Long options of sbatch(1) that Submitit's signature does not have; its `additional_parameters` pass them on."""
 
 RESOURCES = frozenset(field.name for field in dataclasses.fields(Resources))
 
-# Options whose value jobkit needs for itself, and where to say instead what a person wants by them.
+_LOGS = "`python -m jobkit logs RUN` shows what was printed"
+_GPUS = "set gpus_per_task, or gpus_per_node"
 OWNED = {
-    "job_name": "the job's name is the run's; set `name`",
+    "job_name": "the job has the run's name; set `name`",
+    "comment": "jobkit finds the run's job by it",
     "ntasks_per_node": "set tasks_per_node",
     "ntasks": "set nodes and tasks_per_node",
-    "output": "logs are in the run directory: `python -m jobkit logs RUN`",
-    "error": "logs are in the run directory: `python -m jobkit logs RUN`",
+    "output": _LOGS,
+    "error": _LOGS,
+    "stderr_to_stdout": _LOGS,
     "open_mode": "a requeued job appends",
-    "signal": "set signal_delay_s",
-    "array": "one run is one job; several runs are an array: --sweep key=v1,v2",
-    "requeue": "always on: that is how a preempted run continues",
-    "no_requeue": "a run that may not be requeued would be lost by a preemption",
-    "chdir": "the job starts where the command was typed",
-    "wrap": "set task",
-    "use_srun": "the tasks are always started by srun",
-    "array_parallelism": "one run is one job; how many of a sweep's train at once: --max-running",
-    "stderr_to_stdout": "each rank has a file for either",
-    "num_gpus": "set gpus_per_task",
-    "gpus": "Slurm may spread them unevenly; set gpus_per_task, or gpus_per_node",
-    "gpus_per_socket": "set gpus_per_task, or gpus_per_node",
+    "signal": "the supervisor watches the clock, and asks the ranks to save before the time is over",
+    "signal_delay_s": "the supervisor watches the clock, and asks the ranks to save before the time is over",
+    "array": "a run is one job",
+    "array_parallelism": "a run is one job",
+    "requeue": "always on: a preempted run continues by it",
+    "no_requeue": "a preemption would end the run for ever",
+    "no_kill": "always on: the run continues without a node that died",
+    "chdir": "the job starts in the folder of the command",
+    "wrap": "set task or command",
+    "use_srun": "srun always starts the tasks",
+    "num_gpus": _GPUS,
+    "gpus": f"Slurm may divide them unevenly; {_GPUS}",
+    "gpus_per_socket": _GPUS,
     "ntasks_per_gpu": "set tasks_per_node and gpus_per_task",
     "tres_per_task": "set gpus_per_task and cpus_per_task",
     "gpu_bind": "each rank sees all GPUs of its node, and LOCAL_RANK chooses",
-    "clusters": "it asks the Slurm of this machine about its jobs: submit on that cluster's login node",
+    "clusters": "submit on a login node of that cluster",
 }
+"""Options whose values jobkit sets itself, and for each the user's next step."""
 
-
+_NODES = "set nodes and tasks_per_node"
 SRUN_OWNED = {
-    **dict.fromkeys(("-n", "-N", "--ntasks", "--nodes", "--ntasks-per-node"), "set nodes and tasks_per_node"),
-    **dict.fromkeys(("-w", "--nodelist"), "set it for the job, or exclude nodes"),
+    **dict.fromkeys(("-n", "-N", "--ntasks", "--nodes", "--ntasks-per-node"), _NODES),
+    **dict.fromkeys(("-w", "--nodelist"), "set nodelist or exclude for the job"),
     **dict.fromkeys(("-c", "--cpus-per-task"), "set cpus_per_task"),
     **dict.fromkeys(("-G", "--gpus", "--gpus-per-task", "--gpu-bind"), "its ranks see all GPUs of their node"),
-    **dict.fromkeys(("-o", "-e", "--output", "--error"), "logs are in the run directory: `python -m jobkit logs RUN`"),
+    **dict.fromkeys(("-o", "-e", "--output", "--error"), _LOGS),
 }
-"""Options of srun, which starts one process a node, that jobkit needs for itself."""
+"""Options of srun, which starts one agent a node, that jobkit sets itself."""
 
 
-NUL = "\0"
-LINE_ENDS = "\n\r" + NUL
-"""What would begin a line of its own in the batch script, or end the script for its reader."""
-_NAMED = {LINE_ENDS: "line breaks", NUL: "a NUL character"}
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """A cluster entry, sorted by what it is for."""
+
+    resources: dict[str, Any] = field(default_factory=dict)
+    """Keys of `resources:` that hold on this cluster."""
+    sbatch: dict[str, Any] = field(default_factory=dict)
+    """Submitit's parameters, by the names of its signature."""
+    additional: dict[str, Any] = field(default_factory=dict)
+    """Other options of sbatch, with underscores."""
+    setup: list[str] = field(default_factory=list)
+    """Shell lines before the supervisor starts."""
+    teardown: list[str] = field(default_factory=list)
+    """Shell lines after it has ended."""
+    srun_args: list[str] = field(default_factory=list)
+
+    def of_sbatch(self, name: str) -> Any:
+        """The value of an option of sbatch, wherever it was written; None if the entry does not set it."""
+        return {**self.additional, **self.sbatch}.get(name)
 
 
-def split(cluster: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A cluster entry as (resources it overrides, Submitit's parameters); raises InvalidValue, with the nearest key."""
-    submitit = set(submitit_slurm._get_default_parameters())
-    allowed = (submitit | OTHER_SBATCH | RESOURCES) - set(OWNED)
-    resources: dict[str, Any] = {}
-    parameters: dict[str, Any] = {}
-    additional: dict[str, Any] = {}
-    for written, value in options.items():
-        _refuse_line_ends(str(written), f"clusters.{cluster}", "a key")
-        key = str(written).replace("-", "_")
-        full_key = f"clusters.{cluster}.{written}"
-        if key == "scheduler":
-            continue
-        _refuse_owned(key, full_key)
-        if key not in allowed:
-            raise InvalidValue(full_key, f"not an option of sbatch{nearest(key, allowed)} (`man sbatch` lists them)")
-        if key in RESOURCES:
-            resources[key] = value
-        elif key == "additional_parameters":
-            additional.update(_additional(value, full_key))
-        elif key == "signal_delay_s" and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-            raise InvalidValue(full_key, f"found {value!r}, expected a number of seconds")
-        elif key in submitit:
-            texts = key in ("setup", "teardown", "srun_args")
-            parameters[key] = _texts(key, value, full_key) if texts else _scalar(value, full_key)
-            for word in parameters[key] if key == "srun_args" else ():
-                name = word.partition("=")[0] if word.startswith("--") else word[:2]
-                if name in SRUN_OWNED:
-                    raise InvalidValue(full_key, f"{name}: jobkit sets this itself: {SRUN_OWNED[name]}")
+@cache
+def submitit_parameters() -> frozenset[str]:
+    """The parameters of Submitit's function that writes a batch script."""
+    from submitit.slurm import slurm  # imports asyncio: 70 ms
+
+    return frozenset(slurm._get_default_parameters())
+
+
+def split(cluster: str, entry: Mapping[str, Any]) -> Options:
+    """The options of a cluster entry. Raises InputError with the nearest right name."""
+    result = Options()
+    for written, value in entry.items():
+        name, key = str(written).replace("-", "_"), f"clusters.{cluster}.{written}"
+        if value is None or value is False or name == "scheduler":
+            continue  # a false or null option takes back the one of the user's own file
+        if name == "additional_parameters":
+            _add_unknown(result, value, key)
         else:
-            additional[key] = _scalar(value, full_key)
-    if additional:
-        parameters["additional_parameters"] = additional
-    return resources, parameters
+            _sort_in(result, name, value, key)
+    return result
 
 
-def with_dependency(parameters: Mapping[str, Any], more: str) -> dict[str, Any]:
-    """Submitit's parameters of a job that waits for more than the user's own entry says, in sbatch's words."""
-    additional = dict(parameters.get("additional_parameters", {}))
-    both = (parameters.get("dependency"), additional.pop("dependency", None), more)
-    return {**parameters, "additional_parameters": additional, "dependency": ",".join(str(one) for one in both if one)}
+def _sort_in(result: Options, name: str, value: Any, key: str) -> None:
+    """Put one option where it belongs."""
+    if name in OWNED:
+        raise InputError("jobkit sets this option itself", key=key, hint=OWNED[name])
+    if name in RESOURCES:
+        result.resources[name] = value
+    elif name in ("setup", "teardown", "srun_args"):
+        getattr(result, name).extend(_texts(name, value, key))
+    elif name in submitit_parameters():
+        result.sbatch[name] = _scalar(value, key)
+    elif name in OTHER_SBATCH:
+        result.additional[name] = _scalar(value, key)
+    else:
+        allowed = (submitit_parameters() | OTHER_SBATCH | RESOURCES) - set(OWNED)
+        raise InputError("not an option of sbatch", key=key, hint=nearest(name, allowed) or "`man sbatch` lists them")
 
 
-def _texts(key: str, value: Any, full_key: str) -> list[str]:
+def _add_unknown(result: Options, value: Any, key: str) -> None:
+    """Take options that sbatch(1) need not have: a plug-in of the site may add some, as pyxis' container-image."""
+    if not isinstance(value, Mapping):
+        raise InputError(key=key, found=value, allowed="a mapping of options")
+    for written, inner in value.items():
+        name, inner_key = str(written).replace("-", "_"), f"{key}.{written}"
+        if not re.fullmatch(r"[A-Za-z]\w*", name):
+            raise InputError(key=inner_key, found=str(written), allowed="the name of a long option of sbatch")
+        if inner is None or inner is False:
+            continue
+        if name in OWNED or name in RESOURCES or name in submitit_parameters():
+            _sort_in(result, name, inner, inner_key)
+        else:
+            result.additional[name] = _scalar(inner, inner_key)
+
+
+def _texts(name: str, value: Any, key: str) -> list[str]:
     if isinstance(value, str):
-        texts = shlex.split(value) if key == "srun_args" else [value]
-    elif isinstance(value, list) and all(isinstance(one, str) for one in value):
+        texts = shlex.split(value) if name == "srun_args" else [value]
+    elif isinstance(value, list) and all(isinstance(text, str) for text in value):
         texts = value
     else:
-        raise InvalidValue(full_key, f"found {value!r}, expected a text or a list of texts")
+        raise InputError(key=key, found=value, allowed="a text or a list of texts")
     for text in texts:
-        # setup and teardown are lines of the script themselves.
-        _refuse_line_ends(
-            text, full_key, "an argument" if key == "srun_args" else "a text", LINE_ENDS if key == "srun_args" else NUL
-        )
+        option = text.partition("=")[0] if text.startswith("--") else text[:2]
+        if name == "srun_args" and option in SRUN_OWNED:
+            raise InputError("jobkit sets this option itself", key=key, found=text, hint=SRUN_OWNED[option])
+        if "\0" in text:
+            raise InputError(key=key, found=text, allowed="a text without a NUL character")
     return texts
 
 
-def _scalar(value: Any, full_key: str) -> Any:
-    if isinstance(value, (str, int, float)):  # bool is an int
-        _refuse_line_ends(str(value), full_key, "one value")
+def _scalar(value: Any, key: str) -> Any:
+    # A line end would begin a line of its own in the batch script.
+    if isinstance(value, (str, int, float)) and not any(character in str(value) for character in "\n\r\0"):
         return value
-    raise InvalidValue(full_key, f"found {value!r}, expected one value, as sbatch takes it")
-
-
-def _additional(value: Any, full_key: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise InvalidValue(full_key, f"found {value!r}, expected a mapping")
-    for key in value:
-        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", str(key)):  # `array=0-3` would be one that jobkit owns
-            raise InvalidValue(full_key, f"found {str(key)!r}, expected the name of an option of sbatch")
-        _refuse_owned(str(key).replace("-", "_"), f"{full_key}.{key}")
-        if str(key).replace("-", "_") == "gpus_per_task":  # Slurm would divide a node's GPUs among its tasks
-            raise InvalidValue(f"{full_key}.{key}", "set gpus_per_task in the entry itself, or under resources")
-    return {str(key): _scalar(one, f"{full_key}.{key}") for key, one in value.items()}
-
-
-def _refuse_line_ends(text: str, full_key: str, expected: str, refused: str = LINE_ENDS) -> None:
-    if any(character in text for character in refused):
-        raise InvalidValue(full_key, f"found {text!r}, expected {expected} without {_NAMED[refused]}")
-
-
-def _refuse_owned(key: str, full_key: str) -> None:
-    if key in OWNED:
-        raise InvalidValue(full_key, f"jobkit sets this itself: {OWNED[key]}")
+    raise InputError(key=key, found=value, allowed="one value in one line, as sbatch takes it")

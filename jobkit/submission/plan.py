@@ -1,168 +1,213 @@
-"""LaunchPlan: everything that a submission will do, as a value. --dry-run prints it, submit carries it out."""
+"""LaunchPlan: everything that a submission will do, as a value. --dry-run prints it, transaction.py carries it out.
+
+Loaded (YAML, overrides) + Target (--local, --cluster) -> make_plan -> LaunchPlan -> sbatch.py or local.py
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
-from jobkit.errors import InputError, InvalidValue, nearest
-from jobkit.run import device_kinds, layout, secrets
-from jobkit.run.config import ALL, Config, Resources
+from jobkit.errors import InputError, SchedulerError, nearest
+from jobkit.log import log
 from jobkit.run.duration import format_seconds
+from jobkit.run.identity import run_name
+from jobkit.run.load import Loaded
+from jobkit.run.machine import with_counts
+from jobkit.run.rundir import RunDir
+from jobkit.run.schema import ALL, AUTO, Config, Resources
 from jobkit.run.strict import build
-from jobkit.slurm import stop_margin
-from jobkit.submission import devices, options
-
-if TYPE_CHECKING:
-    from jobkit.supervisor.device_leases import Leases
+from jobkit.slurm import commands, nodes
+from jobkit.slurm.nodes import Partition
+from jobkit.submission.options import Options, split
 
 SCHEDULERS = ("slurm", "local")
 
+AUTO_SECONDS = 3600
+"""`time: auto` on Slurm."""
 
-@dataclass(frozen=True, kw_only=True)
-class Turn:
-    """How a local run waits for its turn on this machine."""
 
-    queues: bool = False
-    """Whether for CPU slots, too: for devices each run waits."""
-    priority: int = 0
-    """Among the runs of its user."""
-    leases: Leases | None = None
-    """What somebody has waited for on its behalf: it starts at once. A submission that starts it closes them."""
+@dataclass(frozen=True)
+class Target:
+    """Where a run shall go."""
+
+    name: str
+    """The name under `clusters:`, or `slurm` or `local`."""
+    scheduler: Literal["slurm", "local"]
+    entry: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
-    """One submission of one run: where, with what, and the script."""
+    """One submission of one run.
 
-    run: Path
-    config: Config
-    cluster: str
-    """The name after --cluster, or `local`."""
-    scheduler: str
-    """`slurm` or `local`."""
+    plan = make_plan(load(Path("toy.yaml")), runs_dir, target(config, local=False, cluster="h100"))
+    plan.run.name, plan.config.resources.world_size, plan.parameters["partition"]
+    """
+
+    run: RunDir
+    loaded: Loaded
+    """The config with resources in numbers."""
+    target: Target
+    options: Options
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    """Submitit's parameters for the batch script; empty for local."""
+    """Submitit's parameters of the batch script; empty for this machine."""
     notes: Sequence[str] = ()
-    """What a person should be told of it."""
-    turn: Turn = field(default_factory=Turn)
-    expected: Sequence[str] = ()
-    """Names of runs that the same command is to make before this one."""
-    is_held: bool = False
-    """Whether its job is submitted as held: somebody has to continue a run that it comes after."""
+    """Lines for the user."""
 
-    def at(self, run: Path) -> LaunchPlan:
-        """The same plan for another run directory: which one it is, is decided last, under the submission's lock."""
-        named = {"job_name": run.name} if self.scheduler == "slurm" else {}
+    @property
+    def config(self) -> Config:
+        return self.loaded.config
+
+    def at(self, run: RunDir) -> LaunchPlan:
+        """The same plan for another run directory, which is chosen under the run's lock."""
+        named = {"job_name": run.name} if self.target.scheduler == "slurm" else {}
         return dataclasses.replace(self, run=run, parameters={**self.parameters, **named})
 
-    def masked(self) -> LaunchPlan:
-        """The plan to print: values with secret names are masked in its parameters."""
-        return dataclasses.replace(self, parameters=secrets.masked(self.parameters))
-
     def describe(self) -> str:
-        resources = self.config.resources
-        spares = f", {resources.spares} spare node(s)" if resources.spares and self.scheduler == "slurm" else ""
+        """Four lines for --dry-run."""
+        resources, is_local = self.config.resources, self.target.scheduler == "local"
+        spares = f", {resources.spares} spare node(s)" if resources.spares and not is_local else ""
         ranks = f"{resources.nodes} node(s) x {resources.ranks_per_node} task(s) = {resources.world_size} rank(s)"
-        unit = device_kinds.unit(self.config.device)
-        own = f"{resources.devices_per_rank} {unit}(s)" if resources.devices_per_rank else "CPU"
-        endless = self.scheduler == "local" and resources.time == "auto"
-        limit = "none" if endless else f"{format_seconds(resources.seconds)} an attempt"
+        devices = f"{resources.devices_per_rank} GPU(s)" if resources.devices_per_rank else "CPU"
+        limit = "none" if resources.seconds is None else f"{format_seconds(resources.seconds)} an attempt"
         return (
-            f"run directory: {self.run}\ncluster:       {self.cluster} ({self.scheduler})\n"
-            f"ranks:         {ranks}, {own} and {resources.cpus_per_task} core(s) each{spares}\n"
+            f"run directory: {self.run.path}\n"
+            f"cluster:       {self.target.name} ({self.target.scheduler})\n"
+            f"ranks:         {ranks}, {devices} and {resources.cpus_per_task} core(s) each{spares}\n"
             f"time limit:    {limit}"
         )
 
 
-def make_plan(run: Path, config: Config, cluster: str) -> LaunchPlan:
-    """The plan for a config on `local`, `slurm`, or a name under `clusters:`. Raises InputError, InvalidValue."""
-    entry = _entry(config, cluster)
-    for name, other in config.clusters.items():  # a slip is told now, not on the day that its cluster is used
-        _scheduler(name, other)
-        options.split(name, other)
-    scheduler = _scheduler(cluster, entry)
-    overridden, parameters = options.split(cluster, entry)
-    resources = build(Resources, dataclasses.asdict(config.resources) | overridden, f"clusters.{cluster}.")
-    resources, notes = _fitted(config, resources, scheduler, cluster, overridden, parameters)
+def target(config: Config, *, local: bool, cluster: str | None) -> Target:
+    """The place that --local and --cluster name; without them Slurm where sbatch is on PATH, else this machine."""
+    name = "local" if local else cluster or ("slurm" if commands.is_available() else "local")
+    if name not in config.clusters and name not in SCHEDULERS:
+        names = [*dict.fromkeys([*config.clusters, *SCHEDULERS])]
+        raise InputError(
+            "no such entry under `clusters:`",
+            key="--cluster",
+            found=name,
+            allowed=" or ".join(names),
+            hint=nearest(name, names),
+        )
+    entry = config.clusters.get(name, {})
+    scheduler = entry.get("scheduler", "local" if name == "local" else "slurm")
+    if scheduler not in SCHEDULERS:
+        raise InputError(key=f"clusters.{name}.scheduler", found=scheduler, allowed=" or ".join(SCHEDULERS))
+    return Target(name, scheduler, entry)
+
+
+def make_plan(loaded: Loaded, runs_dir: Path, target: Target) -> LaunchPlan:
+    """The plan for a config. Raises InputError; Slurm is asked about the partition's limits where it is here."""
+    config, is_slurm = loaded.config, target.scheduler == "slurm"
+    for name, entry in config.clusters.items():
+        if name != target.name:
+            split(name, entry)  # a slip shows now, and not on the day that its cluster is used
+    options = split(target.name, target.entry)
+    values = dataclasses.asdict(config.resources) | options.resources
+    resources = build(Resources, values, f"clusters.{target.name}.")
+    if is_slurm and resources.min_nodes != ALL and int(resources.min_nodes) > resources.nodes:
+        raise InputError(key="resources.min_nodes", found=resources.min_nodes, allowed=f"{ALL}, or at most nodes")
+    partitions = _partitions(options) if is_slurm else []
+    if is_slurm and resources.time == AUTO:
+        resources = dataclasses.replace(resources, time=format_seconds(_auto_seconds(partitions)))
     config = dataclasses.replace(config, resources=resources)
-    try:
-        layout.check(config.parallel, config.comm, resources, config.precision)
-    except ValueError as error:
-        raise InvalidValue("comm" if str(error).startswith("comm.") else "parallel", str(error)) from None
-    try:
-        layout.check_verification(config)
-    except ValueError as error:
-        raise InvalidValue("verify_every", str(error)) from None
-    if scheduler == "local":
-        parameters = {}  # they are sbatch's
-    else:
-        if resources.min_nodes != ALL and int(resources.min_nodes) > resources.nodes:
-            allowed = f"at most resources.nodes, {resources.nodes}"
-            raise InvalidValue("resources.min_nodes", f"found {resources.min_nodes}, allowed: {allowed}, or {ALL}")
-        parameters = _sbatch_parameters(resources, parameters, config.device)
-    return LaunchPlan(
-        run=run, config=config, cluster=cluster, scheduler=scheduler, parameters=parameters, notes=notes
-    ).at(run)
-
-
-def _fitted(
-    config: Config,
-    resources: Resources,
-    scheduler: str,
-    cluster: str,
-    overridden: Mapping[str, Any],
-    parameters: Mapping[str, Any],
-) -> tuple[Resources, list[str]]:
-    """The resources in numbers, and notes about them; `overridden` are those that the cluster's entry sets."""
-    if resources.gpus_per_task == 0 and config.device not in (device_kinds.AUTO, device_kinds.CPU):
-        raise InvalidValue("device", f"found {config.device!r}, but resources.gpus_per_task is 0: set it to 1")
-    if scheduler == "slurm":
-        return devices.fit_on_slurm(resources, parameters, cluster, config.device)
-
-    def key_of(name: str) -> str:
-        return f"clusters.{cluster}.{name}" if name in overridden else f"resources.{name}"
-
-    return devices.fit_here(config, resources, key_of)
-
-
-def _entry(config: Config, cluster: str) -> Mapping[str, Any]:
-    if cluster in config.clusters:
-        return config.clusters[cluster]
-    if cluster in SCHEDULERS:
-        return {}
-    known = [*config.clusters, *SCHEDULERS]
-    raise InputError(
-        f"--cluster {cluster}: no such cluster{nearest(cluster, known)} (known: {', '.join(dict.fromkeys(known))}; "
-        f"add it under `clusters:` in the YAML or in your own config file)"
+    config = with_counts(config, target.scheduler, devices_asked(options, config.device))
+    if is_slurm:
+        _refuse_limits(config.resources, options, partitions, target.name)
+    plan = LaunchPlan(
+        run=RunDir(runs_dir / run_name(config)),
+        loaded=dataclasses.replace(loaded, config=config),
+        target=target,
+        options=options,
+        parameters=_parameters(config.resources, options) if is_slurm else {},
+        notes=loaded.notes,
     )
+    return plan.at(plan.run)
 
 
-def _scheduler(cluster: str, entry: Mapping[str, Any]) -> str:
-    found: str = entry.get("scheduler", cluster if cluster in SCHEDULERS else "slurm")
-    if found not in SCHEDULERS:
-        raise InvalidValue(f"clusters.{cluster}.scheduler", f"found {found!r}, allowed: {', '.join(SCHEDULERS)}")
-    return found
+def devices_asked(options: Options, device: str) -> int | None:
+    """The number of devices on each node that a cluster entry asks for by `gpus_per_node` or `gres`; else None."""
+    if (value := options.of_sbatch("gpus_per_node")) is not None:
+        return sum(_count(part) for part in str(value).split(","))
+    parts = [part.strip() for part in str(options.of_sbatch("gres") or "").split(",")]
+    counts = [_count(part) for part in parts if part.partition(":")[0] in ("gpu", device)]
+    return sum(counts) if counts else None
 
 
-def _sbatch_parameters(resources: Resources, parameters: Mapping[str, Any], device: str) -> dict[str, Any]:
-    minutes = math.ceil(resources.seconds / 60)  # Slurm's own resolution
+def _count(text: str) -> int:
+    """The number in `4`, `a100:4` or `gpu:a100:4`; 1 without a number."""
+    last = text.strip().rpartition(":")[2]
+    return int(last) if last.isdigit() else 1
+
+
+def _partitions(options: Options) -> list[Partition]:
+    """The partitions that the job may get; none where there is no Slurm, or where it does not answer."""
+    if not commands.is_available():
+        return []  # --dry-run shows the script on any machine
+    try:
+        return nodes.partitions(options.of_sbatch("partition"))
+    except SchedulerError as error:
+        if commands.is_away(error):  # else the submission meets the same error
+            log.warning("%s; the limits of the partition are not looked at", error)
+        return []
+
+
+def _auto_seconds(partitions: Sequence[Partition]) -> float:
+    """`time: auto`: an hour, or the limit of the partition if that is shorter."""
+    limits = [math.inf if part.max_seconds is None else part.max_seconds for part in partitions]
+    return min(AUTO_SECONDS, max(limits, default=AUTO_SECONDS))
+
+
+def _refuse_limits(resources: Resources, options: Options, partitions: Sequence[Partition], cluster: str) -> None:
+    """Raise InputError for a job that no partition of its list ever starts."""
+    if options.of_sbatch("qos") is not None:
+        return  # flags of a QOS may lift the limits of a partition
+    needs = nodes.Needs(
+        nodes=resources.nodes + resources.spares,
+        seconds=_minutes(resources) * 60,
+        cpus=resources.ranks_per_node * resources.cpus_per_task,
+        megabytes=_megabytes(options.of_sbatch("mem")),
+    )
+    error = nodes.limits_refuse(partitions, needs)
+    if error is None:
+        return
+    name = error.key.rpartition(".")[2]
+    if name == "mem" or name in options.resources:
+        error.key = f"clusters.{cluster}.{name}"
+    raise error
+
+
+def _megabytes(text: Any) -> float | None:
+    """Megabytes of `4G`, `4GB`, `500M` or a bare number; None for another text, and for 0, all of a node's memory."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)B?", str(text or "").upper())
+    scale = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
+    return float(match[1]) * scale[match[2]] or None if match else None
+
+
+def _minutes(resources: Resources) -> int:
+    """The time limit in Slurm's own resolution."""
+    return math.ceil((resources.seconds or AUTO_SECONDS) / 60)
+
+
+def _parameters(resources: Resources, options: Options) -> dict[str, Any]:
+    """Submitit's parameters of the batch script."""
     ours: dict[str, Any] = {
-        "time": minutes,
+        "time": _minutes(resources),
         "nodes": resources.nodes + resources.spares,
         "ntasks_per_node": resources.ranks_per_node,
         "cpus_per_task": resources.cpus_per_task,
-        "signal_delay_s": round(stop_margin(minutes * 60)),
-        "wckey": None,  # Submitit's default names itself; a cluster that checks keys would refuse it
+        "wckey": None,  # Submitit's default is its own name; a cluster that checks keys would refuse that
     }
-    if resources.devices_per_rank and devices.asked_for(parameters, device) is None:
-        # Of the node, not of the task: its ranks see all of them, as NCCL needs to send from one to another directly.
+    if resources.devices_per_rank and not any(options.of_sbatch(name) for name in ("gpus_per_node", "gres")):
+        # Of the node, not of the task: with one visible GPU a rank, NCCL cannot send from GPU to GPU directly.
         ours["gpus_per_node"] = resources.devices_per_rank * resources.ranks_per_node
-    # sbatch's default may be not to requeue (JobRequeue=0): a preempted or node-lost job would be gone.
-    # A node that is lost is replaced, or left out, within the job: without --no-kill Slurm would end all of it.
-    additional = {"requeue": True, "no_kill": True, **parameters.get("additional_parameters", {})}
-    return {**ours, **parameters, "additional_parameters": additional}
+    # --requeue: with JobRequeue=0 a preempted job would be gone. --no-kill: Slurm would end the job with a lost node.
+    additional = {**options.additional, "requeue": True, "no_kill": True}
+    return {**ours, **options.sbatch, "additional_parameters": additional}

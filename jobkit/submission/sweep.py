@@ -1,396 +1,323 @@
-"""Submitting a sweep: what is missing or has failed is started, as few job arrays on Slurm; the rest is counted.
+"""Submitting a sweep: all points are checked, then what is missing, interrupted, failed or cancelled is started.
 
-A run of a sweep is a run like any other. What it has from the sweep are a snapshot of the code that all of them share,
-and on Slurm the batch script of an array, of which it is one task.
+    points --plan--> LaunchPlans --> X.sweep (names of runs) --> one snapshot of the code
+        Slurm: chunks of equal resources --locks of all runs, files, `submitted(token, task)`--> sbatch --array
+        here:  submission/local_sweep.py
+
+A run of a sweep is a run like any other: it has its own directory, journal and batch script. What one array has in
+common is its token: (token, task) names the job of a run. A submission that is killed leaves journals with a token
+that Slurm knows or does not know, and the same command sees which, as for a single run.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
+import dataclasses
+import resource
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
-from jobkit import slurm
-from jobkit.errors import InputError, InvalidValue, JobkitError
+from jobkit.errors import InputError, SchedulerError, SchedulerTimeout
 from jobkit.log import log
-from jobkit.run import code_files, shared_code, snapshot, sweeps
-from jobkit.run.dependencies import runs_before
-from jobkit.run.experiment import LoadedConfig
-from jobkit.run.identity import name_in
-from jobkit.run.records import GivenValues
+from jobkit.run import snapshot
+from jobkit.run.files import write_atomic
+from jobkit.run.identity import run_name
+from jobkit.run.journal import Journal, read_status
+from jobkit.run.load import Loaded
+from jobkit.run.records import new_token
 from jobkit.run.rundir import RunDir
-from jobkit.run.runs import newest_versions, run_at
-from jobkit.run.status import State
-from jobkit.run.sweeps import Sweep, SweepRecord
-from jobkit.run.yamlfile import in_a_line
-from jobkit.submission import job, local_sweep, own_check, running_limit, start_from
-from jobkit.submission.candidate import Candidate
-from jobkit.submission.overview import look_at
-from jobkit.submission.partition_check import refuse_impossible
-from jobkit.submission.plan import LaunchPlan, Turn, make_plan
-from jobkit.submission.sbatch import Batch
-from jobkit.submission.signals import hand_over, take_back
-from jobkit.submission.submit import check, check_values, check_writable, read_code, slurm_of
-from jobkit.supervisor import notifier
+from jobkit.run.runs import SWEEP, identity_of, newest
+from jobkit.run.sweep import sweep_name
+from jobkit.run.view import UNDER_WAY, View, look, views
+from jobkit.slurm import commands
+from jobkit.submission import chain, checks, transaction
+from jobkit.submission.plan import LaunchPlan
 
-NEW, CONTINUED = "new", "continued"
-"""What a submission has done with the runs that it has started."""
+SPARE_FILES = 200
+"""Open files that a submission needs beside its locks."""
+
+MOST_TASKS = 10_000
+"""Of an array. Its script has the paths of all runs, and Slurm takes 4 MiB."""
 
 
-@dataclass(frozen=True)
-class Point:
-    """One run of a sweep."""
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """The runs that are wanted.
 
-    loaded: LoadedConfig
-    command: str
-    """What to type to continue it by itself."""
-    given: GivenValues = field(default_factory=GivenValues)
-    """What it is given beside its YAML."""
+    Sweep.of(plans).name        # toy-1a2b3c4d.sweep
+    """
 
+    file: Path
+    plans: list[LaunchPlan]
+    """Of the newest run of each config, in the order of the points."""
 
-@dataclass
-class SweepOutcome:
-    """What a submission of a sweep did."""
-
-    sweep: str
-    """Its name, as `digits/s1`."""
-    runs: list[RunDir]
-    """All that it wants, in its own order."""
-    states: dict[str, str] = field(default_factory=dict)
-    """What became of each run, by its name: NEW, CONTINUED, or how it stands."""
-    jobs: list[str] = field(default_factory=list)
-    """Ids of the job arrays; on this machine of the process that waits for the runs."""
-    is_on_slurm: bool = False
-    runner: subprocess.Popen[bytes] | None = None
-    """The process that waits for the runs on this machine, where this submission has started it."""
-    former: list[RunDir] = field(default_factory=list)
-    """Those that it wanted once and nobody wants now, and that are neither finished nor at an end."""
-    jobs_before: list[str] = field(default_factory=list)
-    """Ids of the jobs that were there and have to end before the first of `jobs` starts."""
-    limited: list[str] = field(default_factory=list)
-    """Ids of the job arrays that were there and have got another limit of runs at once."""
-    limit: int | None = None
-    """How many runs of the sweep may train at once on Slurm: more than was asked for where it has more arrays."""
-    code_changes: list[str] = field(default_factory=list)
-    """How the code differs from that of runs that keep it, in lines of snapshot.changes."""
-    with_other_code: Counter[str] = field(default_factory=Counter)
-    """How many of those there are in each state."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        runs = [{"run": run.name, "path": str(run.path), "state": self.states[run.name]} for run in self.runs]
-        return {"sweep": self.sweep, "runs": runs, "jobs": self.jobs, "former": [run.name for run in self.former]}
+    @classmethod
+    def of(cls, plans: Sequence[LaunchPlan]) -> Sweep:
+        runs_dir, names = plans[0].run.path.parent, [plan.run.name for plan in plans]
+        file = runs_dir / f"{sweep_name(plans[0].config.name, names)}{SWEEP}"
+        runs = newest(runs_dir, names)
+        return cls(file=file, plans=[plan.at(run) for plan, run in zip(plans, runs, strict=True)])
 
     @property
-    def counts(self) -> dict[str, int]:
-        """How many runs are in each state, those that were started first."""
-        counted = Counter(self.states[run.name] for run in self.runs)
-        return {word: counted.pop(word) for word in (NEW, CONTINUED) if word in counted} | dict(counted)
+    def name(self) -> str:
+        return self.file.name
+
+    def write(self) -> None:
+        """Write the names of the runs, before anything is queued."""
+        checks.refuse_unwritable(self.file.parent)
+        write_atomic(self.file, "".join(f"{plan.run.name}\n" for plan in self.plans))
 
 
-def plan_sweep(
-    points: Sequence[Point], cluster: str, runs_dir: Path, turn: Turn | None = None
-) -> dict[str, tuple[Point, LaunchPlan]]:
-    """The plans of the points by the names of their runs; of points that are one run the first one counts.
-
-    `turn` is how they wait, as it was typed; on this machine they always do.
-
-    Raises InputError.
-    """
-    names = [name_in(runs_dir, point.loaded.config) for point in points]
-    newest = newest_versions(runs_dir, names)
-    planned: dict[str, tuple[Point, LaunchPlan]] = {}
-    for point, name in zip(points, names, strict=True):
-        run = newest[name]
-        if run.name not in planned:
-            with point.loaded.places.locating_errors():
-                plan = make_plan(run.path, point.loaded.config, cluster)
-                plan = replace(plan, turn=turn or plan.turn)
-                here = replace(plan.turn, queues=True) if plan.scheduler == "local" else plan.turn
-                planned[run.name] = point, replace(plan, turn=here)
-    return planned
-
-
-def first_before_the_rest(planned: Mapping[str, tuple[Point, LaunchPlan]]) -> dict[str, tuple[Point, LaunchPlan]]:
-    """The same plans, all but the first of which come after that one's run."""
-    first, *rest = planned
-    changed = dict(planned)
-    for name in rest:
-        point, plan = planned[name]
-        changed[name] = point, replace(plan, config=replace(plan.config, after=[*plan.config.after, first]))
-    return changed
-
-
-def check_sweep(planned: Mapping[str, tuple[Point, LaunchPlan]], source: Path) -> list[Path]:
-    """As `check` of each plan; what they have in common is looked at once."""
-    needed: dict[Path, None] = {}
-    seen: set[str] = set()
-    told: set[str] = set()
-    for point, plan in planned.values():
-        with point.loaded.places.locating_errors():
-            check_values(plan)
-            start_from.check(plan.config, RunDir(plan.run), None)
-            kind = _kind(plan)
-            if kind not in seen:
-                seen.add(kind)
-                without = replace(plan, config=replace(plan.config, check=""))
-                needed |= dict.fromkeys(check(without, source, told))
-                refuse_impossible(plan)
-    _check_params(list(planned.values()), source)
-    return list(needed)
-
-
-def _check_params(planned: Sequence[tuple[Point, LaunchPlan]], source: Path) -> None:
-    """Let the `check` of each point look at its params, which differ. Raises InputError, which names the point."""
-    for number, error in own_check.refused([plan.config for _, plan in planned], source):
-        point = planned[number][0]
-        given = " ".join(f"{key}={in_a_line(value)}" for key, value in point.given.values.items())
-        with point.loaded.places.locating_errors():
-            raise InvalidValue(error.key, f"{error.problem} (the point {given})" if given else error.problem)
-
-
-def _kind(plan: LaunchPlan) -> str:
-    """What decides which code a plan runs."""
-    return json.dumps([plan.config.task, plan.config.command, _array_kind(plan)])
-
-
-def _array_kind(plan: LaunchPlan) -> str:
-    """What decides in which job array a plan's run is: all that is in a batch script, not what a task of it runs."""
-    parameters = {key: value for key, value in plan.parameters.items() if key != "job_name"}
-    return json.dumps([bool(plan.config.command), plan.config.after, parameters], sort_keys=True, default=str)
-
-
-def submit_sweep(
-    planned: Mapping[str, tuple[Point, LaunchPlan]],
-    needed: Sequence[Path],
-    *,
-    key: str,
-    name: str,
-    command: str,
-    source: Path,
-    runs_dir: Path,
-    max_running: int | None,
-    notify: str | None = None,
-    on_prepared: Callable[[int, int], None] = lambda done, total: None,
-) -> SweepOutcome:
-    """Start the runs of a sweep that are neither finished nor under way; the file of the sweep comes first.
-
-    Args:
-        planned: of `plan_sweep`.
-        needed: of `check_sweep`.
-        key: tells the sweep from others of that `name`.
-        command: what to type in `source` to submit the sweep again.
-        max_running: how many of its runs may train at once.
-        notify: a command to be run when each of its runs has ended.
-        on_prepared: is called with (runs that are prepared, runs to start).
-
-    Raises InputError or SchedulerError; what was submitted before that stays, and the same command submits the rest.
-    """
-    check_writable(runs_dir)
-    runs = [RunDir(plan.run) for _, plan in planned.values()]
-    with sweeps.submission_lock(runs_dir) as lock:
-        sweep = sweeps.open_sweep(runs_dir, name, key)
-        names = [run.name for run in runs]
-        former = sweep.former(names)
-        sweep.write(
-            SweepRecord(key=key, runs=names, former=former, max_running=max_running, command=command, cwd=str(source))
-        )
-        outcome = SweepOutcome(sweep.name, runs)
-        codes = _look(outcome, [*runs, *(RunDir(runs_dir / one) for one in former)])
-        others = sweeps.wanted_by_others(sweep)
-        for run in (RunDir(runs_dir / one) for one in former if outcome.states.get(one) in _UNDER_WAY):
-            # Whoever has submitted it since, by itself or with another sweep, wants it.
-            if run.name not in others and run.status().sweep == sweep.name:
-                outcome.former.append(run)
-        starting = [one for one in planned.values() if outcome.states.get(one[1].run.name) not in _STAYS]
-        if max_running is not None:
-            _limit(sweep, outcome, [RunDir(plan.run) for _, plan in starting], max_running)
-        if starting:
-            total = len(starting)
-            _Submission(sweep, outcome, source, lock, max_running, total, on_prepared, notify).start(starting, needed)
-        if codes:
-            _compare_code(outcome, codes, read_code(source, runs_dir, needed, tells=False))
-        for run in runs if notify is not None else ():
-            if outcome.states.get(run.name) in _UNDER_WAY:  # it looks for the command when it has ended
-                notifier.keep(run, notify or "")
-        return outcome
-
-
-def _limit(sweep: Sweep, outcome: SweepOutcome, starting: Sequence[RunDir], most: int) -> None:
-    """Let at most `most` runs train at once beside those that are to be started. Raises SchedulerError."""
-    under_way = [run for run in outcome.runs if outcome.states.get(run.name) in _UNDER_WAY]
-    jobs = running_limit.jobs_here(under_way, sweep.name)
-    outcome.limit = running_limit.limit(jobs.arrays, most)
-    if sweep.before is None or sweep.before.max_running != most:
-        outcome.limited = jobs.arrays
-    # Those that come after what is started, as with `--first`, cannot end before it.
-    beside = [run for run in under_way if not _comes_after(run, {one.name for one in starting})]
-    if len(beside) + len(starting) > most:
-        outcome.jobs_before = running_limit.jobs_here(beside, sweep.name).ids
-
-
-def _comes_after(run: RunDir, names: Collection[str]) -> bool:
-    return any(one.name in names for one in runs_before(run, run.status().after))
-
-
-_UNDER_WAY = {State.QUEUED.value, State.HELD.value, State.RUNNING.value}
-_STAYS = {*_UNDER_WAY, State.FINISHED.value}
-
-
-def _look(outcome: SweepOutcome, runs: Sequence[RunDir]) -> dict[str, str]:
-    """Write down how the runs stand that there are, with one question to Slurm for all; returns the codes that those
-    have that stay as they are, by their names.
-
-    Not those whose submission was cut off: nobody else submits a sweep now, which is how such a one looks from outside.
-    """
-    found = look_at([one for run in runs if (one := run_at(run.path)) is not None])
-    whole = [one for one in found if one.facts["submissions"] and not one.facts["submitting"]]
-    outcome.states |= {one.run: str(one.value("state")) for one in whole}
-    wanted = {run.name for run in outcome.runs}
-    return {one.run: one.facts["code"] for one in whole if one.run in wanted and outcome.states[one.run] in _STAYS}
-
-
-def _compare_code(outcome: SweepOutcome, codes: Mapping[str, str], files: Mapping[str, str]) -> None:
-    """Find which runs, by the names of their snapshots in `codes`, have another code than these files.
-
-    Programs alone count: a sweep's YAML and table change with its values, and outputs are written beside them.
-    """
-    changed: dict[str, list[str]] = {}
-    for run in outcome.runs:
-        code = codes.get(run.name)
-        if code and code not in changed:
-            with suppress(InputError):  # the snapshot is gone: nobody can tell
-                lines = snapshot.changes(run.code, code, files)
-                changed[code] = [one for one in lines if code_files.is_program(one[2:])]
-        if code and changed.get(code):
-            outcome.with_other_code[outcome.states[run.name]] += 1
-    outcome.code_changes = list(dict.fromkeys(line for lines in changed.values() for line in lines))
-
-
-@dataclass
-class _Submission:
-    """The part of a sweep's submission that starts something."""
+@dataclass(kw_only=True)
+class SweepOutcome:
+    """What the submission of a sweep did."""
 
     sweep: Sweep
-    outcome: SweepOutcome
-    source: Path
-    lock: FileLock
-    """Of all sweeps' submissions: it is held."""
-    max_running: int | None
-    total: int
-    on_prepared: Callable[[int, int], None]
-    notify: str | None = None
-    prepared: int = 0
+    states: dict[str, str] = field(default_factory=dict)
+    """How each run stood, by its name; `started` if this submission started it."""
+    jobs: list[tuple[str, int]] = field(default_factory=list)
+    """Ids of job arrays, and how many tasks each has."""
+    left: list[str] = field(default_factory=list)
+    """Runs that a limit of Slurm's on the number of jobs has refused."""
+    refusal: str = ""
+    """Slurm's words for that."""
 
-    def start(self, planned: Sequence[tuple[Point, LaunchPlan]], needed: Sequence[Path]) -> None:
-        runs_dir = planned[0][1].run.parent
-        code = read_code(self.source, runs_dir, needed)
-        version = snapshot.take(self.source, code, shared_code.folder(runs_dir))
-        slurm_cluster = slurm_of(planned[0][1])
-        self.outcome.is_on_slurm = slurm_cluster is not None
-        for chunk in _chunks(planned) if slurm_cluster else [planned]:
-            take_back()  # a Ctrl-C that came while the array before was submitted ends it here
-            self._start_chunk(chunk, code, version, slurm_cluster)
+    def counts(self) -> str:
+        """Return `12 runs: 11 started, 1 finished`."""
+        return counted([self.states.get(plan.run.name, "new") for plan in self.sweep.plans])
 
-    def _start_chunk(
-        self,
-        chunk: Sequence[tuple[Point, LaunchPlan]],
-        code: Mapping[str, str],
-        version: str,
-        slurm_cluster: str | None,
-    ) -> None:
-        """Start those of the runs that are to be started: by one job array, or by a process that waits for them."""
-        candidates: list[Candidate] = []
+    def as_json(self) -> dict[str, Any]:
+        """Return what `--json` prints."""
+        runs = [
+            {"run": plan.run.name, "dir": str(plan.run.path), "state": state, "started": state == "started"}
+            for plan in self.sweep.plans
+            for state in [self.states.get(plan.run.name, "new")]
+        ]
+        jobs = [job for job, _ in self.jobs]
+        return {"sweep": self.sweep.name, "file": str(self.sweep.file), "runs": runs, "jobs": jobs, "left": self.left}
+
+
+def counted(states: Sequence[str]) -> str:
+    """Return how many runs are in each state, as `12 runs: 11 started, 1 finished`."""
+    return f"{len(states)} runs: " + ", ".join(f"{count} {state}" for state, count in Counter(states).items())
+
+
+def plan(
+    points: Iterable[tuple[str, Loaded]], make: Callable[[Loaded], LaunchPlan], start: str = ""
+) -> dict[str, LaunchPlan]:
+    """Return the checked plans of (name, config) by name, one for each run; points of the same config are one run.
+
+    `make` checks a config, and asks Slurm: it is called for the first of those that differ in nothing that it looks at.
+    `start` is the checkpoint that all begin with (--from). Raises InputError.
+    """
+    made: dict[str, LaunchPlan] = {}
+    plans: dict[str, tuple[str, LaunchPlan]] = {}
+    for point, loaded in points:
+        config = loaded.config
+        kind = repr(dataclasses.replace(config, params={}, seed=0, command=config.command[:3]))
+        if kind not in made:
+            made[kind] = make(loaded)
+        config = dataclasses.replace(config, resources=made[kind].config.resources)
+        run = RunDir(made[kind].run.path.with_name(run_name(config, start)))
+        same = dataclasses.replace(made[kind], loaded=dataclasses.replace(loaded, config=config))
+        plans.setdefault(run.name, (point, same.at(run)))
+    return dict(plans.values())
+
+
+def starting(outcome: SweepOutcome) -> list[LaunchPlan]:
+    """Return the plans of the runs that are neither finished nor under way, by one question to Slurm."""
+    plans = outcome.sweep.plans
+    for now in views([plan.run for plan in plans]):
+        outcome.states[now.run.name] = now.state
+    return [plan for plan in plans if outcome.states[plan.run.name] not in (*UNDER_WAY, "finished")]
+
+
+def submit(
+    sweep: Sweep,
+    folder: Path,
+    most: int | None = None,
+    prepare: Callable[[LaunchPlan], None] = lambda plan: None,
+) -> SweepOutcome:
+    """Queue the runs of a sweep that are neither finished nor under way, as few job arrays.
+
+    A limit on the number of jobs leaves runs out, which the outcome names. Raises InputError or SchedulerError: of the
+    array that was refused nothing is left; arrays before it stay, and the same command submits the rest.
+
+    Args:
+        folder: the code that goes into the snapshot, the same for all runs
+        most: how many runs train at once; several arrays share it
+        prepare: called with the plan of each run that starts, as in `transaction.submit`
+    """
+    sweep.write()
+    outcome = SweepOutcome(sweep=sweep)
+    todo = _depending(starting(outcome))
+    if not todo:
+        return outcome
+    cluster = sbatch().patiently(commands.cluster_name)
+    code = snapshot.take(folder, sweep.file.parent)
+    chunks = list(_chunks(todo, min(_tasks_of_slurm(), _open_files(len(todo)))))
+    for number, chunk in enumerate(chunks):
+        share = None if most is None else max(1, most // len(chunks) + (number < most % len(chunks)))
         try:
-            for point, plan in chunk:
-                self._prepare(point, plan, candidates, code, version, slurm_cluster)
-            if not candidates:
-                return
-            ids = self._submit_array(candidates) if slurm_cluster else self._start_here(len(candidates))
-        except (JobkitError, OSError, KeyboardInterrupt) as error:
-            for candidate in candidates:
-                candidate.undo(error)
-            if self.outcome.jobs:
-                log.warning("%s were submitted before; the same command submits the rest", ", ".join(self._submitted))
-            if not isinstance(error, OSError):
-                raise
-            where = error.filename or chunk[0][1].run.parent
-            raise InputError(f"{where}: {error.strerror or error}; make room") from None
-        self.outcome.jobs.append(ids[0].partition("_")[0])
-        for candidate, job_id in zip(candidates, ids, strict=True):
-            candidate.record_job(job_id)
-            self.outcome.states[candidate.run.name] = CONTINUED if candidate.before.submissions else NEW
-        if not slurm_cluster:
-            self.sweep.announce()  # now that nothing can be undone any more
-
-    def _submit_array(self, candidates: Sequence[Candidate]) -> list[str]:
-        batch = Batch(
-            [one.plan for one in candidates],
-            array=self.sweep.next_array(),
-            name=self.sweep.name.replace("/", "-"),
-            max_running=self.max_running,
-            # The limit holds for one array: they run one after the other.
-            after=(self.outcome.jobs[-1:] or self.outcome.jobs_before) if self.max_running else (),
-        )
-        return job.submit_batch(batch, [self.lock])
-
-    def _start_here(self, count: int) -> list[str]:
-        """The process that waits for the sweep's runs, for each of them; there is one for each sweep."""
-        hand_over()
-        if not self.sweep.has_runner():
-            self.outcome.runner = local_sweep.start(self.sweep)
-            return [str(self.outcome.runner.pid)] * count
-        return [self.sweep.process_file.read_text(encoding="utf-8")] * count
-
-    @property
-    def _submitted(self) -> list[str]:
-        return [f"job {one}" for one in self.outcome.jobs]
-
-    def _prepare(
-        self,
-        point: Point,
-        plan: LaunchPlan,
-        candidates: list[Candidate],
-        code: Mapping[str, str],
-        version: str,
-        slurm_cluster: str | None,
-    ) -> None:
-        """Write what a run's job needs, and add it to `candidates`, unless somebody has started it since."""
-        run = RunDir(plan.run)
-        with run.submission_lock():
-            candidate = Candidate(
-                run,
-                plan,
-                self.source,
-                point.command,
-                sweep=self.sweep.name,
-                given=point.given,
-                of_environment=point.loaded.of_environment,
-            )
-            if not candidate.starts:
-                self.outcome.states[run.name] = str(candidate.before.state)
-                return
-            candidates.append(candidate)
-            candidate.compare_code(code)
-            candidate.prepare(lambda run: shared_code.use(run, version), slurm_cluster)
-            if self.notify is not None:
-                notifier.keep(run, self.notify)
-        self.prepared += 1
-        self.on_prepared(self.prepared, self.total)
+            _Array(outcome, folder, code, cluster, share, prepare).submit(chunk)
+        except (InputError, SchedulerError, OSError):
+            for job, count in outcome.jobs:
+                log.warning("job %s with %d run(s) was submitted before; the same command submits the rest", job, count)
+            raise
+    under_way = [state for state in outcome.states.values() if state in (*UNDER_WAY, "started")]
+    if outcome.left and not under_way:
+        raise SchedulerError(outcome.refusal)
+    return outcome
 
 
-def _chunks(planned: Sequence[tuple[Point, LaunchPlan]]) -> Iterator[list[tuple[Point, LaunchPlan]]]:
-    """The runs of one job array each: with one batch script, and no more than Slurm takes."""
-    most = slurm.max_array_size()
-    kinds: dict[str, list[tuple[Point, LaunchPlan]]] = {}
-    for point, plan in planned:
-        kinds.setdefault(_array_kind(plan), []).append((point, plan))
+def _depending(plans: Sequence[LaunchPlan]) -> list[LaunchPlan]:
+    """The plans with the jobs that they wait for; Slurm is asked once for all that wait for the same runs."""
+    options: dict[str, Any] = {}
+    for plan in plans:
+        key = repr(plan.config.after)
+        if key not in options:
+            options[key] = chain.depend(plan).parameters.get("dependency")
+    return [
+        dataclasses.replace(plan, parameters={**plan.parameters, "dependency": dependency}) if dependency else plan
+        for plan in plans
+        for dependency in [options[repr(plan.config.after)]]
+    ]
+
+
+def sbatch() -> Any:
+    """Return the module that needs Submitit: `list` and others import this one without it."""
+    from jobkit.submission import sbatch
+
+    return sbatch
+
+
+def _chunks(plans: Sequence[LaunchPlan], most: int) -> Iterator[list[LaunchPlan]]:
+    """The plans that one batch script can have: of equal options, and no more than an array takes."""
+    kinds: dict[str, list[LaunchPlan]] = {}
+    for plan in plans:
+        kinds.setdefault(repr(({**plan.parameters, "job_name": ""}, plan.options)), []).append(plan)
     for same in kinds.values():
         yield from (same[first : first + most] for first in range(0, len(same), most))
+
+
+def _tasks_of_slurm() -> int:
+    return max(1, min(MOST_TASKS, int(commands.config().get("MaxArraySize", MOST_TASKS))))
+
+
+def _open_files(runs: int) -> int:
+    """Return for how many runs the locks may be open at once; the soft limit of this process follows.
+
+    Slurm gives the limit to the jobs too: it is not raised higher than needed.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * min(runs, MOST_TASKS) + SPARE_FILES  # a run of --fresh has two locks
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if wanted > soft != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return max(1, (wanted - SPARE_FILES) // 2)
+
+
+@contextmanager
+def _locked(plans: Sequence[LaunchPlan]) -> Iterator[tuple[list[LaunchPlan], list[int]]]:
+    """Hold the locks of runs, in the order of their names; yield the plans of the newest runs, and the open files."""
+    runs_dir, by_base = plans[0].run.path.parent, [identity_of(plan.run.name) for plan in plans]
+    with ExitStack() as locks:
+        files = [locks.enter_context(RunDir(runs_dir / name).submit_lock()) for name in sorted(by_base)]
+        now = [plan.at(run) for plan, run in zip(plans, newest(runs_dir, by_base), strict=True)]
+        numbered = sorted(plan.run.name for plan in now if plan.run.name not in by_base)
+        files += [locks.enter_context(RunDir(runs_dir / name).submit_lock()) for name in numbered]
+        yield now, [descriptor for file in files for descriptor in file.inheritable()]
+
+
+@dataclass
+class _Prepared:
+    """A run whose files are written."""
+
+    plan: LaunchPlan
+    before: View
+    is_new: bool
+    journal: Journal | None = None
+    """Once it says that a job will be there."""
+
+
+@dataclass
+class _Array:
+    """The submission of one chunk, under the locks of its runs."""
+
+    outcome: SweepOutcome
+    folder: Path
+    code: Path
+    cluster: str
+    most: int | None
+    prepare: Callable[[LaunchPlan], None]
+    rest: list[_Prepared] = field(default_factory=list)
+    """Runs that are not in the queue yet."""
+    is_asked: bool = False
+    """Whether sbatch was called."""
+
+    def submit(self, chunk: Sequence[LaunchPlan]) -> None:
+        with _locked(chunk) as (plans, files):
+            try:
+                read = [(plan.run, read_status(plan.run)) for plan in plans]
+                for plan, before in zip(plans, look(read, locked=True), strict=True):
+                    self.outcome.states[plan.run.name] = before.state
+                    if before.state not in (*UNDER_WAY, "finished"):  # else another command was here since
+                        checks.refuse_foreign(plan.run)
+                        self.rest.append(_Prepared(plan, before, is_new=not plan.run.path.exists()))
+                        transaction.write_files(plan, self.folder, self.code, self.prepare)
+                self._queue(files)
+            except SchedulerTimeout:
+                raise  # the jobs may be in the queue: the next submission looks for their token
+            except KeyboardInterrupt:
+                if not self.is_asked:
+                    self._undo("")
+                raise
+            except (InputError, SchedulerError, OSError) as error:
+                self._undo(str(error))
+                raise
+
+    def _undo(self, error: str) -> None:
+        for item in self.rest:
+            transaction.undo(item.plan.run, item.journal, item.is_new, error)
+
+    def _queue(self, files: Sequence[int]) -> None:
+        """Queue all runs; where a limit refuses, halves of them as long as one is taken."""
+        size = len(self.rest)
+        while size:
+            part = self.rest[:size]
+            try:
+                job = self._call_sbatch(part, files)
+            except SchedulerError as error:
+                if not sbatch().is_limit(error):
+                    raise
+                self.outcome.refusal = str(error)
+            else:
+                self.outcome.jobs.append((job, len(part)))
+                self.outcome.states.update((item.plan.run.name, "started") for item in part)
+                self.rest = self.rest[size:]
+                if self.most is not None:
+                    break  # a second array would have a limit of its own
+            size = min(size // 2, len(self.rest))
+        self._undo(self.outcome.refusal)
+        self.outcome.left += [item.plan.run.name for item in self.rest]
+
+    def _call_sbatch(self, part: Sequence[_Prepared], files: Sequence[int]) -> str:
+        """Journal a new token for each run, then queue the array: a job with a token before it begins nothing."""
+        name = self.outcome.sweep.name
+        token = new_token(name, len(part))
+        tasks = {task: item.plan.run for task, item in enumerate(part)}
+        for task, item in enumerate(part):
+            sbatch().write_task(item.plan, task)
+        for task, item in enumerate(part):
+            item.journal = Journal(item.plan.run)
+            event = transaction.submitted(item.plan, item.before, self.cluster)
+            item.journal.append(dataclasses.replace(event, token=token, task=task))
+        plan = part[0].plan
+        named = dataclasses.replace(plan, parameters={**plan.parameters, "job_name": name})
+        self.is_asked = True
+        job: str = sbatch().submit_array(named, tasks, token, files, self.most)
+        return job

@@ -1,1 +1,1 @@
-"""In the job, around the ranks: start them, watch them, end them, decide what comes next. Never imports torch."""
+"""The supervisor of a job: it starts agents, decides about attempts, and is the one writer of the journal."""

@@ -1,308 +1,319 @@
-"""The life cycle of an attempt, around its ranks: who owns the run directory, why it ended, what comes next.
+"""The life of an attempt in the journal: the right to begin it, the reason of its end, the next step.
 
-The supervisor and scripts with jobkit.init call the same functions. No torch: this must work when the training
-processes cannot.
+    Me (job, token) --take_over--> Tenure --begin--> Began --> (the ranks live) --close--> Ended, ... --> Decision
+                                              ^---------------- in place -----------------------------------'
+
+The supervisor calls these; an agent whose supervisor is gone calls `rescue`, which closes too. Each holds the run's
+begin lock, and the journal takes events from the holder of the lease alone: a process that has lost it gets LostLease.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import math
 import os
-import signal
+import secrets
 import socket
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
-from jobkit import slurm
-from jobkit.errors import JobkitError, SchedulerError
-from jobkit.log import log
-from jobkit.run import processes, records, secrets, snapshot, status
-from jobkit.run.events import Event
-from jobkit.run.files import foreign_owner, is_there, write_atomic
-from jobkit.run.records import Lease, StopRequest
+from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, InputError, JobkitError, LostLease, SchedulerError
+from jobkit.run import records
+from jobkit.run.journal import Journal
+from jobkit.run.records import Began, Cancelled, Lease, Refused, Requeued
 from jobkit.run.rundir import RunDir
-from jobkit.run.silent import NOTHING_KEPT
-from jobkit.run.status import Attempt, State
-from jobkit.supervisor import diagnosis
-from jobkit.supervisor.diagnosis import EndCause, FirstFailure, Notice
-from jobkit.supervisor.retry import CanReplace, Decision, decide
+from jobkit.run.schema import Config
+from jobkit.run.status import Attempt, Status
+from jobkit.supervisor import retry
+from jobkit.supervisor.closing import REQUESTS, end_attempt, facts_of_lost, facts_of_rescue, request_of
+from jobkit.supervisor.diagnosis import Facts
+from jobkit.supervisor.retry import Decision, Room
 
-_STOPS = ("preempted", "timeout", "signal", "cancelled", "user")
-"""Causes for which the ranks were told to stop."""
+if TYPE_CHECKING:
+    from jobkit.slurm.jobs import Job, StopCause
+
+EXIT_RUN_FAILED = 3
+"""Exit code of a supervisor whose run has failed: job.sh ends with 1, and starts no other supervisor."""
+
+_EXITS = {"finished": EXIT_FINISHED, "failed": EXIT_RUN_FAILED}
 
 
 class NotRunnable(JobkitError):
-    """The run is finished or cancelled, another job runs it, or its code is damaged: no attempt may start."""
+    """This job begins nothing: another one runs the run, or it is over. `exit_code` is the supervisor's."""
+
+    def __init__(self, words: str, exit_code: int = EXIT_RESUMABLE) -> None:
+        super().__init__(words)
+        self.exit_code = exit_code
 
 
-@dataclass(frozen=True)
-class Begun:
-    """An attempt that owns the run directory, and the environment its ranks get."""
-
-    number: int
-    code: str
-    """The version of the user's code that it runs: the name of its snapshot, empty where there is none."""
-    environment: dict[str, str]
+def way_back(job: Job | None) -> Literal["requeue", "successor"]:
+    """Return how the run of a job gets into the queue again."""
+    return "successor" if job is not None and not job.requeueable else "requeue"
 
 
-def begin(run: RunDir, *, job_id: str, scheduler: str, launcher: str | None = None) -> Begun:
-    """Take the lease of the run directory for a new attempt; an attempt that never ended is closed first.
+@dataclass(frozen=True, kw_only=True)
+class Me:
+    """The job for which a supervisor, or an agent that rescues, acts."""
 
-    The run has been submitted: its config is written, and the journal has `submitting`. `launcher` is who started the
-    ranks, where jobkit did not. Raises NotRunnable where there is nothing to run.
+    job_id: str
+    token: str
+    """From the job's comment on Slurm, from JOBKIT_TOKEN on this machine."""
+    restart: int = 0
+    """SLURM_RESTART_COUNT."""
+    node: str | None = None
+    """Slurm's name of the node with the batch script."""
+    job: Job | None = None
+    """Slurm's record of the job, as fresh as possible; None for silence, and on this machine."""
+
+    def word(self) -> StopCause | None:
+        """Return Slurm's reason to stop the job, by its record."""
+        from jobkit.slurm import jobs
+
+        return None if self.job is None else jobs.stop_cause(self.job, _controller_time(), restarts=self.restart)
+
+    def is_requeued(self) -> bool:
+        """Return whether Slurm has put the job back into the queue: this start of it has nothing more to do."""
+        return self.job is not None and self.job.is_requeued(_controller_time(), self.restart)
+
+    def began(self, attempt: Attempt) -> bool:
+        """Return whether an attempt belongs to this start of this job."""
+        began = attempt.began
+        return (began.token, began.job_id, began.restart) == (self.token, self.job_id, self.restart)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tenure:
+    """The right to write: this process holds the lease until another one takes the run over."""
+
+    run: RunDir
+    config: Config
+    me: Me
+    journal: Journal
+    adopted: Attempt | None = None
+    """An open attempt of this same start of the job, whose agents may live: a supervisor before this one began it."""
+    decision: Decision | None = None
+    """The decision of a supervisor before this one after the last attempt (requeue, successor), which it may not have
+    carried out: look, do it, and leave. Nothing is to be begun then."""
+
+    @property
+    def writer(self) -> str:
+        """The word of the lease, for Contact.writer."""
+        return str(self.journal.writer)
+
+    def write_lease(self, attempt: int) -> None:
+        """Become, or stay, the one writer; ranks of `attempt` may publish, and of no other (0: of none)."""
+        lease = Lease(
+            attempt=attempt,
+            writer=self.writer,
+            token=self.me.token,
+            job_id=self.me.job_id,
+            restart=self.me.restart,
+            node=self.me.node,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+        )
+        records.write(self.run.lease_file, lease)
+
+    def check_lease(self) -> None:
+        """Raise LostLease if another process has the run now."""
+        lease = self.run.lease()
+        if lease is None or lease.writer != self.writer:
+            raise LostLease(f"{self.run.name}: another process has taken the run over")
+
+
+def take_over(run: RunDir, me: Me) -> Tenure:
+    """Return the right to write for this job. Raises NotRunnable where the job has nothing to run (any more).
+
+    An open attempt of an earlier job, or of an earlier start of this one, is closed.
     """
-    with run.begin_lock():  # a second job, of an sbatch that gave no answer, may start in the same second
-        config = run.config()  # an attempt whose ranks could not read it does not begin
-        if lacking := secrets.lacking_in(dataclasses.asdict(config)):
-            raise NotRunnable(f"{run.name}: the value of {', '.join(lacking)} is lost; submit the run again with it")
-        before = run.status()
-        if before.state in (State.FINISHED, State.CANCELLED) or before.cancel_requested:
-            if before.state not in (State.FINISHED, State.CANCELLED):
-                run.record(Event.CANCELLED)  # it was cancelled between two attempts
-            raise NotRunnable(f"{run.name} is {before.state}; submit it again to continue it")
-        _refuse_second_job(run, before, job_id, scheduler)
-        if before.attempt and before.attempt.ended is None:
-            close_lost_attempt(run, before.attempt, job_id, scheduler)
-        _check_code(run, before, job_id)
-        pickled = run.submitted_pickle
-        if is_there(pickled) and (owner := foreign_owner(pickled, run.path)):
-            raise NotRunnable(f"{pickled} is not the run's owner's, but {owner}'s; submit the run again")
-        number = before.attempt.id + 1 if before.attempt else 1
+    with run.begin_lock():  # a second job of the run may start in the same second
+        status, before = Journal(run).status, run.lease()
+        decision = _not_carried_out(status, me)
+        _refuse(status, me, decision)
+        is_ours = before is not None and (before.token, before.job_id) == (me.token, me.job_id)
+        if before is not None and is_ours and before.restart > me.restart:
+            raise NotRunnable(f"{run.name}: job {me.job_id} was started again, and this start of it is over")
+        attempt = status.open_attempt
+        is_ours = attempt is not None and me.began(attempt)
+        tenure = _take_lease(run, me, attempt.number if attempt is not None and is_ours else 0)
+        if decision is not None:
+            return replace(tenure, decision=decision)
+        if me.job is not None and (me.job.restarts > me.restart or not me.job.runs):
+            return replace(tenure, decision=_leave(tenure))
+        if is_ours:
+            return replace(tenure, adopted=attempt)
+        if attempt is not None:
+            decision = end_attempt(tenure, facts_of_lost(run, attempt, me, before), Room(requeue="requeue"))
+            if decision.action in ("stop", "fail"):
+                raise _over(tenure.journal.status)
+        return tenure
+
+
+def begin(tenure: Tenure, nodes: list[str], ranks: int) -> int:
+    """Journal a new attempt and return its number.
+
+    Raises NotRunnable (cancelled, or submitted again meanwhile), LostLease, and OSError where the disk is full: an
+    attempt that is not in the journal does not begin.
+    """
+    run, me, journal = tenure.run, tenure.me, tenure.journal
+    with run.begin_lock():
+        tenure.check_lease()
+        journal.flush()  # the end of the last attempt may still wait for room on the disk
+        journal.refresh()
+        _refuse(journal.status, me, None)
+        assert journal.status.open_attempt is None, "the last attempt is not closed"
+        last = journal.status.attempt
+        number = last.number + 1 if last is not None else 1
+        request = request_of(run, me.token, number)
+        if request is not None and request.kind == "cancel":
+            journal.append(Cancelled(user=request.user))
+            raise _over(journal.status)
         run.logs(number).mkdir(parents=True, exist_ok=True)
-        node = os.environ.get("SLURMD_NODENAME") if scheduler == "slurm" else None
-        host = socket.gethostname()
-        # Before the journal: from here on an older attempt that still lives publishes and journals nothing.
-        process = processes.named(os.getpid())
-        records.write(run.lease_file, Lease(attempt=number, job_id=job_id, host=host, process=process, node=node))
-        # Submitit, in the ranks, looks for its pickle by the id of the job, which was not known when it was written.
-        if pickled.exists():
-            write_atomic(run.submitit / f"{job_id}_submitted.pkl", pickled.read_bytes())
-        who = {"launcher": launcher} if launcher else {}
-        run.record(Event.STARTED, attempt=number, job_id=job_id, host=host, **who)
-        # A cancel since the look above has found no attempt to tell; one from here on finds this one.
-        if (now := run.status()).cancel_requested:
-            request_stop(run, number, StopRequest(cause="cancelled", grace=now.cancel_seconds_left))
-        run.failed_starts.unlink(missing_ok=True)  # last: until then the batch script would try another node
-    return Begun(number, before.code, _environment(run, number, scheduler, before, config.resources.cpus_per_task))
+        run.ends_folder(number).mkdir(parents=True, exist_ok=True)
+        tenure.write_lease(number)  # before the journal: from here on ranks of an older attempt publish nothing
+        for kind in REQUESTS:
+            stale = run.request(kind)
+            if stale is not None and not (kind == "cancel" and stale.token == me.token):  # such a cancel came just now
+                run.request_file(kind).unlink(missing_ok=True)
+        began = Began(
+            attempt=number,
+            token=me.token,
+            job_id=me.job_id,
+            restart=me.restart,
+            how=_how(me, last, journal.status),
+            nodes=nodes,
+            ranks=ranks,
+            host=socket.gethostname(),
+        )
+        journal.append(began)
+        run.failed_starts.unlink(missing_ok=True)  # last: until then the job script counts this start as failed
+        return number
 
 
-def _check_code(run: RunDir, before: status.Status, job_id: str) -> None:
-    """Refuse programs that are not as they were submitted, and tell of other files: the run itself may write those.
+def _how(me: Me, last: Attempt | None, status: Status) -> Literal["start", "in place", "requeue", "resume"]:
+    if last is None:
+        return "start"
+    if me.began(last):
+        return "in place"
+    return "resume" if last.submission < status.person_submission else "requeue"
 
-    Before the attempt counts: a damaged snapshot is not a crash that another attempt could mend.
+
+def pause(tenure: Tenure) -> float:
+    """Return the seconds until the next attempt may begin: a fault that comes again and again may pass with time."""
+    status = tenure.journal.status
+    last = status.attempt
+    if last is None or last.ended is None or not tenure.me.began(last):
+        return 0.0
+    seconds = retry.pause(status.attempts_of_submission(), command=bool(tenure.config.command))
+    return min(seconds, last.ended.time + seconds - time.time())
+
+
+def close(tenure: Tenure, facts: Facts, room: Room) -> Decision:
+    """Journal the end of the open attempt, and return the next step. Harmless to call twice. Raises LostLease.
+
+    A full disk does not raise: the events wait in `tenure.journal`, whose `flush` is to be tried again.
     """
-    found = snapshot.verify(run.code, before.code) if before.code else []
-    if damaged := [one for one in found if one.is_program]:
-        error = f"the code snapshot is damaged: {damaged[0]}; submit the run again to take a new one"
-        run.record(Event.REQUEUE_FAILED, job_id=job_id, error=error)
-        raise NotRunnable(error)
-    if found:
-        more = f", and {len(found) - 1} more" if len(found) > 1 else ""
-        log.warning("%s%s: what a run writes belongs into ${run_dir}/outputs", found[0], more)
+    with tenure.run.begin_lock():
+        tenure.check_lease()
+        tenure.journal.refresh()
+        return end_attempt(tenure, facts, room)
 
 
-def _is_of_this_slurm(now: status.Status, attempt: Attempt) -> bool:
-    """Whether an attempt's job was one of the Slurm that has the newest: another one's ids say nothing here."""
-    return now.scheduler == "slurm" and attempt.slurm_cluster == now.slurm_cluster
+def rescue(run: RunDir, me: Me, writer: str, dead_node: str | None = None) -> Tenure | None:
+    """Close the attempt of a job whose batch script is gone; None if another process acts, or nothing is to be done.
 
-
-def _refuse_second_job(run: RunDir, before: status.Status, job_id: str, scheduler: str) -> None:
-    """Two jobs of one run may be in the queue, after a controller that gave no answer or on two clusters: the one that
-    was submitted last runs it, and where that has ended no other one does."""
-    other, there = before.job_id, before.slurm_cluster
-    if scheduler != "slurm" or before.scheduler is None:
-        return
-    if before.scheduler != "slurm":
-        raise NotRunnable(f"it was submitted elsewhere since: {before.cluster}")
-    with contextlib.suppress(SchedulerError):
-        here = slurm.cluster()
-        # One with this job's id is another cluster's by its name alone: slurmctld may have moved to another host.
-        is_other = there not in (None, here) and (other != job_id or slurm.name_of(str(there)) != slurm.name_of(here))
-        if is_other:
-            raise NotRunnable(f"it was submitted to {there} since{f', as job {other}' if other else ''}")
-        if there not in (None, here) and before.state == State.FAILED:  # ids of two clusters of one name may be equal
-            raise NotRunnable(f"it has failed, in job {other} of {there}; submit it again to continue it")
-    if other in (None, job_id):  # it may start before its submission has written down which job it is
-        return
-    if before.state == State.FAILED:
-        raise NotRunnable(f"it has failed, in job {other}; submit it again to continue it")
-    job = ask(str(other))
-    if job is not None and job.state in ("PENDING", "RUNNING") and job.runs(run.batch_script):
-        raise NotRunnable(f"job {other} is to run it, or does")
-
-
-def close_lost_attempt(run: RunDir, attempt: Attempt, job_id: str, scheduler: str) -> None:
-    """Record the end of an attempt that nobody could record: its supervisor died with its node, or had no time."""
-    cause = _cause_of_lost(run, attempt, job_id, scheduler)
-    _record_end(run, attempt.id, cause)
-    if scheduler == "slurm":
-        run.record(Event.REQUEUED, job_id=job_id, cause=cause.cause, by="slurm")
-
-
-def _cause_of_lost(run: RunDir, attempt: Attempt, job_id: str, scheduler: str) -> EndCause:
-    # srun first: it saw the node die, after which Slurm says only that it has requeued the job.
-    first = diagnosis.first_failure(diagnosis.srun_said_about(run, run.status().attempts, attempt.id))
-    if first is not None and first.node_lost:
-        return diagnosis.diagnose(run, attempt.id, 1, first, None)
-    request = run.stop_request(attempt.id)
-    if request is not None:
-        return EndCause(request.cause)
-    if scheduler == "slurm" and attempt.job_id == job_id and _is_of_this_slurm(run.status(), attempt):
-        # Slurm itself has put the job back: for the dead node of the batch script, or to make room.
+    An agent calls it, and carries out the `decision` of the Tenure (requeue, successor). `writer` is the supervisor
+    that the agent has known last (Contact.writer): a lease with another word is of a supervisor that lives, or of an
+    agent that was first. `dead_node` is the node of the batch script, if it is gone, and not the script alone.
+    """
+    with run.begin_lock():
         lease = run.lease()
-        with contextlib.suppress(SchedulerError):
-            if lease is not None and lease.node and slurm.died_since(lease.node, attempt.started):
-                return diagnosis.node_died(lease.node)
-        return EndCause("preempted")
-    return diagnosis.own_failure(run, attempt.id) or EndCause("lost")
+        if lease is None or lease.writer != writer:
+            return None
+        status = Journal(run).status
+        decision = _not_carried_out(status, me)
+        try:
+            _refuse(status, me, decision)
+            tenure = _take_lease(run, me, lease.attempt)  # its ranks may still save
+            if decision is None and status.open_attempt is not None:
+                decision = end_attempt(tenure, facts_of_rescue(me, dead_node), Room(requeue=way_back(me.job)))
+            decision = decision or _leave(tenure)  # the supervisor died between two attempts, or before the first
+        except NotRunnable:
+            return None
+        return replace(tenure, decision=decision) if decision.action in ("requeue", "successor") else None
 
 
-def _environment(run: RunDir, number: int, scheduler: str, submitted: status.Status, cpus: int) -> dict[str, str]:
-    return {
-        "JOBKIT_RUN": str(run.path),
-        "JOBKIT_ATTEMPT": str(number),
-        "JOBKIT_SCHEDULER": scheduler,
-        "JOBKIT_LOGS": str(run.logs(number)),
-        "JOBKIT_CODE": str(run.code / submitted.code),
-        # What that is a copy of: the job's own folder may be another, after a `cd` in `setup`.
-        "JOBKIT_SOURCE": submitted.cwd or str(Path.cwd()),
-        # Without it torch would take every core of the machine for each rank.
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(cpus),
-    }
+def _refuse(status: Status, me: Me, decision: Decision | None) -> None:
+    """Raise NotRunnable if this job has nothing to run: Slurm is not asked, whose silence would be no answer."""
+    if status.token != me.token and (decision is None or decision.action != "successor"):
+        raise NotRunnable(f"{status.name}: job {me.job_id} begins nothing: the run was submitted again since")
+    is_decided = status.attempt is not None and status.attempt.began.token == me.token and status.is_over
+    if status.state in ("finished", "cancelled") or is_decided:  # by an earlier supervisor of this job
+        raise _over(status)
 
 
-def end(
-    run: RunDir,
-    number: int,
-    job_id: str,
-    *,
-    first: FirstFailure | None = None,
-    job: slurm.JobInfo | None = None,
-    all_returned: bool = False,
-    told: Notice | None = None,
-    keeps_nodes: Callable[[Sequence[str]], bool] = lambda without: False,
-    can_replace: CanReplace = lambda nodes: True,
-    noticed: float | None = None,
-    last_step: tuple[int, float] | None = None,
-) -> Decision:
-    """Record why attempt `number` ended, unless its ranks did, and decide what comes next; the caller carries it out.
-
-    `first` is the first rank to fail, where one did; `job` is Slurm's record of the job, None for a local one;
-    `all_returned` is whether every rank ended with exit code 0; `told` is how Slurm told them to stop, where it did;
-    `keeps_nodes` and `can_replace` are decide's; `noticed` is when the supervisor learned of the end, in seconds since
-    the epoch; `last_step` is how many steps the ranks had done, and when. Harmless to call twice.
-    """
-    now = run.status()
-    attempt = next((one for one in now.attempts if one.id == number), None)
-    if attempt is None or run.owner() not in (number, None):
-        return Decision("stop", "another attempt owns the run")
-    if attempt.ended is None:
-        config = run.config()
-        is_silent = bool(config.command) and attempt.resumed is None
-        notice = _last_notice(run, told, job) if config.command else None
-        signalled = notice if is_silent else None  # the others say themselves what it meant
-        stopped = run.stop_request(number) is not None or (job is not None and slurm.stop_cause(job) is not None)
-        if all_returned and config.command and signalled is None and not stopped:
-            # A command without jobkit.init reports by its exit code alone: 0 is done, unless it was told to stop.
-            run.record(Event.FINISHED, attempt=number)
-        else:
-            cause = diagnosis.diagnose(run, number, config.resources.nodes, first, job, is_silent=is_silent)
-            died_of_it = first is not None and first.signal is not None and first.signal == notice
-            has_exited = first is None or first.code is not None  # a shell whose program died of it exits with any code
-            if notice is not None and (died_of_it or (is_silent and has_exited)):
-                cause = _cause_of_notice(run, cause, notice, job)
-            _record_end(run, number, cause, noticed, last_step)
-            if is_silent and cause.cause in _STOPS:
-                log.info("%s: %s: your program was told to stop; %s", run.name, cause.cause, NOTHING_KEPT)
-    elif attempt.cause not in ("finished", "cancelled") and job and slurm.stop_cause(job) == "cancelled":
-        run.record(Event.CANCELLED, attempt=number)  # a scancel during the last save: the job must not come back
-    now = run.status()
-    if now.state in (State.FINISHED, State.CANCELLED):
-        return Decision("stop", now.state)
-    if now.state == State.QUEUED and now.job_id != job_id:  # `end` was called again, after a resubmission
-        return Decision("stop", f"job {now.job_id} continues it")
-    if now.cancel_requested:  # `jobkit cancel` came when the ranks had ended already
-        run.record(Event.CANCELLED, attempt=number)
-        return Decision("stop", "cancelled")
-    decision = decide(
-        now.attempts,
-        run.config().retry,
-        is_command=bool(run.config().command),
-        excluded=now.excluded_nodes,
-        can_requeue=job is None or job.requeueable,
-        keeps_nodes=keeps_nodes,
-        can_replace=can_replace,
-    )
-    if decision.failed:
-        run.record(Event.FAILED, attempt=number, cause=now.attempts[-1].cause, error=decision.reason)
-    for node in decision.exclude:
-        run.record(Event.EXCLUDED, node=node)
-    return decision
+def _over(status: Status) -> NotRunnable:
+    words = f": {status.reason}" if status.reason else ""
+    return NotRunnable(f"{status.name} is {status.state}{words}", _EXITS.get(status.state, EXIT_RESUMABLE))
 
 
-def request_stop(run: RunDir, attempt: int, request: StopRequest, *, replace: bool = False) -> None:
-    """Write down why this attempt is being ended, unless somebody has; a full disk must not keep it from ending."""
-    if replace or run.stop_request(attempt) is None:
-        with contextlib.suppress(OSError):
-            records.write(run.stop_request_file(attempt), request)
-
-
-def notice_margin(run: RunDir, limit: float | None) -> float:
-    """How many seconds before its time limit of `limit` a command that reports nothing is told of it: a stop's margin,
-    or more where its cluster's entry gives it more."""
-    entry = run.config().clusters.get(str(run.status().cluster), {})
-    delay = next((value for key, value in entry.items() if key.replace("-", "_") == "signal_delay_s"), 0)
-    return max(delay, slurm.stop_margin(math.inf if limit is None else limit))
-
-
-def _last_notice(run: RunDir, told: Notice | None, job: slurm.JobInfo | None) -> int | None:
-    """The signal of a notice that its command may have ended for; one that it has survived for longer was none."""
-    margin = notice_margin(run, job.limit if job is not None else None)
-    longest = margin + slurm.EARLY_SIGNAL_SECONDS + 5  # the signal's own way
-    return told.signal if told is not None and told.seconds <= longest else None
-
-
-def _cause_of_notice(run: RunDir, cause: EndCause, number: int, job: slurm.JobInfo | None) -> EndCause:
-    """What the signal meant that a command ended of, or for: without jobkit.init, that is how it stops."""
-    says_why = cause.cause not in ("killed", "crashed") or cause.failure.traceback is not None
-    if says_why or number not in (signal.SIGTERM, signal.SIGUSR2):
-        return cause
-    near_limit = job is not None and slurm.early_timeout_signal(job, notice_margin(run, job.limit))
-    return EndCause("timeout" if number == signal.SIGUSR2 and near_limit else "signal")
-
-
-def _record_end(
-    run: RunDir,
-    attempt: int,
-    cause: EndCause,
-    noticed: float | None = None,
-    last_step: tuple[int, float] | None = None,
-) -> None:
-    """The ranks ended without writing to the journal: record what is known, and how far they had come."""
-    progress = run.progress()
-    seen = progress if progress is not None and progress.attempt == attempt else None
-    # The progress report may be older than the failure.
-    reached, at = last_step or (None, None)
-    steps = [step for step in (seen.step if seen else None, cause.failure.step, reached) if step is not None]
-    last_seen = max((when for when in (seen.last_beat if seen else None, at) if when is not None), default=None)
-    run.record(
-        Event.INTERRUPTED,
-        attempt=attempt,
-        cause=cause.cause,
-        failure=records.known(cause.failure),
-        reached=max(steps, default=None),
-        last_seen=last_seen,
-        **({} if noticed is None else {"noticed": noticed}),
-    )
-
-
-def ask(job_id: str, timeout: float = slurm.ANSWER_SECONDS) -> slurm.JobInfo | None:
-    """Slurm's record of a job; None, with a warning, where Slurm does not answer."""
+def _take_lease(run: RunDir, me: Me, attempt: int) -> Tenure:
+    """Become the one writer. Raises NotRunnable where another user wrote the config, or the job lacks a variable."""
     try:
-        return slurm.show_job(job_id, timeout)
-    except SchedulerError as error:
-        log.warning("%s", error)
+        run.refuse_foreign()
+        config = run.config()
+    except InputError as error:
+        Journal(run).append(Refused(token=me.token, error=str(error)))
+        raise NotRunnable(str(error), EXIT_RUN_FAILED) from error
+    tenure = Tenure(run=run, config=config, me=me, journal=Journal(run, secrets.token_hex(8)))
+    tenure.write_lease(attempt)
+    return tenure
+
+
+def _controller_time() -> float:
+    """Return the time by the controller's clock; by ours if Slurm does not answer."""
+    from jobkit.slurm import jobs
+
+    try:
+        return jobs.controller_time()
+    except SchedulerError:
+        return time.time()
+
+
+# A job that Slurm is ending
+
+
+def _not_carried_out(status: Status, me: Me) -> Decision | None:
+    """Return the decision of an earlier supervisor of this start of the job, if it had to put the run into the queue.
+
+    It was journalled first, because `scontrol requeue` kills its own caller: a supervisor that was killed in between
+    has not done it.
+    """
+    attempt = status.attempt
+    if status.state != "queued" or attempt is None or attempt.ended is None or not me.began(attempt):
         return None
+    if attempt.ended.next not in ("requeue", "successor"):
+        return None
+    if status.token != me.token and status.submitted is not None and status.submitted.by == "person":
+        return None  # somebody has submitted the run again since
+    return Decision(action=attempt.ended.next, reason=attempt.ended.reason)
+
+
+def _leave(tenure: Tenure) -> Decision:
+    """Return how a job that Slurm is ending gets into the queue again. Raises NotRunnable where nothing is to be done.
+
+    Only what Slurm says counts: a supervisor that starts in this moment has seen nothing.
+    """
+    me, journal = tenure.me, tenure.journal
+    word = me.word()
+    if journal.status.open_attempt is not None:
+        decision = end_attempt(tenure, Facts(word=word), Room(requeue=way_back(me.job)))
+    elif word == "cancelled":
+        journal.append(Cancelled(reason=f"job {me.job_id} was cancelled"))
+        raise _over(journal.status)
+    else:
+        decision = Decision(action=way_back(me.job), reason=word or "Slurm ends the job")
+        if not me.is_requeued() and decision.action == "requeue":
+            journal.append(Requeued(job_id=me.job_id, reason=decision.reason))
+    if me.is_requeued() or decision.action not in ("requeue", "successor"):
+        raise _over(journal.status)
+    return decision

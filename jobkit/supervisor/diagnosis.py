@@ -1,337 +1,236 @@
-"""Why an attempt ended whose ranks could not say so: from what they, srun, Slurm and stop requests left."""
+"""Why an attempt ended: a pure function of what the supervisor saw and of what the ranks left.
+
+    Facts (exits, lost nodes, Slurm's word) + Traces (ends/<attempt>/*.json) --diagnose()--> Verdict --> Ended
+
+The first cause by arrival counts, not by clocks, which differ between nodes. Nothing is read out of the messages of
+libraries: "connection closed" is a consequence because another rank's End lay there already, or a rank was killed.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
 import signal
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from jobkit import slurm
-from jobkit.errors import EXIT_RESUMABLE, SchedulerError
-from jobkit.run.records import Failure, FailureReport
-from jobkit.run.rundir import RunDir
-from jobkit.run.status import Attempt
+from jobkit.errors import EXIT_RESUMABLE
+from jobkit.run.records import Began, Cause, End
+from jobkit.supervisor.protocol import Exited, Silent
+
+if TYPE_CHECKING:
+    from jobkit.slurm.jobs import StopCause
+
+SAID_CHARACTERS = 2000
+"""How much of the end of a rank's stderr stands in the journal, at most."""
+
+_STOPPED = "the ranks were told to stop, and nobody knows by whom"
+
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+OF_A_STOP = frozenset([*(-number for number in _STOP_SIGNALS), *(128 + number for number in _STOP_SIGNALS)])
+"""Exit codes of a program that a stop signal ended; a shell adds 128."""
 
 
-@dataclass(frozen=True)
-class FirstFailure:
-    """The first rank that ended as it should not, as whoever started it saw it."""
+@dataclass(frozen=True, kw_only=True)
+class LostNode:
+    """A node that is gone, or that nothing could be started on."""
 
+    node: str
+    why: str
+    at: int = 0
+    """How many exits had arrived when its connection was *closed* (not when the supervisor gave the node up): it beats
+    exits that follow, which are its consequences."""
+
+
+@dataclass(kw_only=True)
+class Facts:
+    """The facts that the supervisor saw of the end of an attempt; running.py fills it in while the ranks live."""
+
+    exits: list[tuple[Exited, str]] = field(default_factory=list)
+    """Ranks that ended, in order of arrival, each with the name of its node."""
+    reported: frozenset[int] | None = None
+    """Ranks whose End lay there when the first exit with a failure arrived: an End that came later is a consequence.
+    None if nobody looked: then all Ends count, unless a signal killed that rank."""
+    lost_nodes: list[LostNode] = field(default_factory=list)
+    """In order of arrival. After a signal of Slurm's a lost agent is no lost node."""
+    launch_error: str | None = None
+    """Srun's words where it could start nothing and named no node; a node that it named is a LostNode."""
+    asked: tuple[Cause, str] | None = None
+    """The reason for which the supervisor itself ended the ranks (timeout, hang, cancelled, preempted, stopped), and
+    words for `error`. The first one counts."""
+    silent: tuple[Silent, str] | None = None
+    """The first rank that gave no sign of life, and its node: a hang may be the node's."""
+    signalled: bool = False
+    """True if an agent was sent a signal (by Slurm, or by a person) that it passed on to its ranks."""
+    word: StopCause | None = None
+    """Slurm's word (`slurm.jobs.stop_cause`); None if Slurm gives no reason or no answer, and on this machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traces:
+    """The files that the ranks of an attempt left on the disk."""
+
+    ends: Sequence[End] = ()
+    peak_bytes: int | None = None
+    """The most host memory that a rank had, by the newest progress report."""
+    disk_is_full: Callable[[], bool] = lambda: False
+    """Whether the run directory takes no more bytes, now that the attempt has ended."""
+    said: Callable[[int], str] = lambda rank: ""
+    """The last lines that a rank printed to stderr: shown, never interpreted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The cause of an attempt's end, and its details: fields of `Ended`."""
+
+    cause: Cause
+    error: str | None = None
     rank: int | None = None
     node: str | None = None
-    signal: int | None = None
-    """The signal it died of; None where it exited by itself."""
-    code: int | None = None
-    out_of_memory: bool = False
-    """Whether the kernel or Slurm says that it was ended for the memory it used."""
-    node_lost: bool = False
-    error: str | None = None
-    """What srun said of a node that it could not start anything on."""
+    step: int | None = None
+    traceback: str | None = None
+    samples: list[int] | None = None
+    everywhere: bool = False
+    final: bool = False
 
 
-@dataclass(frozen=True)
-class Notice:
-    """By which signal Slurm has told the ranks to stop."""
+def diagnose(facts: Facts, traces: Traces, began: Began, *, command: bool = False) -> Verdict:
+    """Return why an attempt ended. `command` is True for a YAML's `command:`, which may leave no Ends."""
+    if _is_finished(facts, traces.ends, began.ranks, command):
+        return Verdict(cause="finished")
+    if facts.word == "cancelled":  # before all else: a job that its owner has cancelled must not come back
+        return Verdict(cause="cancelled")
+    failed = {end.rank: end for end in traces.ends if end.kind == "failed"}
+    cause, words = facts.asked or (None, "")
+    if cause is not None and not (cause == "killed" and facts.word):  # what Slurm and the ranks say follows from it
+        cause_of_hang = _first(failed.values(), failed, facts) if cause == "hang" else None
+        if cause_of_hang is None and cause == "hang" and facts.silent is not None:
+            hung, node = facts.silent
+            return Verdict(cause=cause, error=words, rank=hung.rank, node=node, step=hung.step)
+        if cause_of_hang is None:
+            return Verdict(cause=cause, error=words or None)
+        return _failed(cause_of_hang, failed, began, traces)  # it had failed, and did not end
+    deaths = [number for number, (exited, _) in enumerate(facts.exits) if is_failure(exited, traces.ends)]
+    if facts.lost_nodes and (not deaths or facts.lost_nodes[0].at <= deaths[0]):
+        lost = facts.lost_nodes[0]
+        return Verdict(cause="node_failure", node=lost.node, error=f"node {lost.node}: {lost.why}")
+    if facts.word is not None:  # the ranks died of Slurm's signals
+        return Verdict(cause=facts.word, error="the batch script was killed" if facts.word == "killed" else None)
+    if deaths:
+        return _death(*facts.exits[deaths[0]], facts=facts, failed=failed, began=began, traces=traces)
+    if facts.launch_error:
+        return Verdict(cause="node_failure", error=facts.launch_error)
+    if end := _first(failed.values(), failed, facts):
+        return _failed(end, failed, began, traces)
+    stopped = [exited.rank for exited, _ in facts.exits if exited.code == EXIT_RESUMABLE]
+    silent = set(stopped).difference(end.rank for end in traces.ends)
+    if silent and not command and not facts.signalled:  # worker/ending.py: its End did not fit on the disk
+        rank = min(silent)
+        return Verdict(cause="disk", error=f"rank {rank} could not write to the run directory's disk", rank=rank)
+    if stopped or facts.signalled or any(end.kind == "stopped" for end in traces.ends):
+        return Verdict(cause="unknown", error=_STOPPED)
+    return Verdict(cause="unknown", error="nobody saw how it ended")
 
-    signal: int
-    seconds: float
-    """How long before they ended."""
+
+def is_failure(exited: Exited, ends: Iterable[End]) -> bool:
+    """Return whether a rank's exit is a failure: by its End, if it left one, else by its exit code."""
+    kind = next((end.kind for end in ends if end.rank == exited.rank), None)
+    return kind == "failed" or (kind is None and exited.code not in (0, EXIT_RESUMABLE))
 
 
-@dataclass(frozen=True)
-class EndCause:
-    """The cause of an attempt's end, and what is known of it: see Attempt.failure."""
+def _is_finished(facts: Facts, ends: Sequence[End], ranks: int, command: bool) -> bool:
+    """Return whether all ranks have finished, by their Ends or by their exit codes.
 
-    cause: str
-    failure: Failure = field(default_factory=Failure)
-
-
-def diagnose(
-    run: RunDir,
-    attempt: int,
-    nodes: int,
-    first: FirstFailure | None,
-    job: slurm.JobInfo | None,
-    *,
-    is_silent: bool = False,
-) -> EndCause:
-    """The cause of the hard end of an attempt on some nodes, the most reliable source first.
-
-    `is_silent` is whether its ranks are a command's that does not use jobkit: its exit codes mean what it wants.
+    A program under `command:` that was told to stop may have saved, and ended with 0.
     """
-    if first is not None and first.node_lost:  # whatever else happened followed from it
-        return node_died(first.node, first.error)
-    progress = run.progress()
-    known = Failure(peak_bytes=progress.peak_bytes) if progress and progress.attempt == attempt else Failure()
-    request = run.stop_request(attempt)
-    if request is not None and request.cause == "hang" and (own := own_failure(run, attempt)) is not None:
-        return own  # it had failed, and did not end
-    if request is not None:  # our own doing: the signals that Slurm and the ranks report follow from it
-        return EndCause(request.cause, replace(known, error=request.error))
-    # Slurm ended the job: the ranks died of its signals.
-    if job is not None and (cause := slurm.stop_cause(job)):
-        return EndCause(cause, replace(known, error="the batch script was killed" if cause == "killed" else None))
-    if first is not None and first.signal is not None:  # before reports: the others' are of a closed connection
-        return _killed(first, known)
-    reports = run.failure_reports(attempt)
-    report = _first_of(reports)
-    # Nobody asked it to stop, so it could not go on; and it would have reported why, had the disk taken it.
-    if report is None and first is not None and first.code == EXIT_RESUMABLE and not is_silent:
-        return EndCause("disk", replace(known, error=f"rank {first.rank} could not write to the run directory's disk"))
-    # The first to end has said nothing, and what the others say is only that it is gone.
-    silent = first is not None and first.rank not in [one.rank for one in reports]
-    if report is None or (silent and _is_secondary(report)):
-        return _silent(run, attempt, first or FirstFailure(), known)
-    return _reported(report, reports, nodes, known)
+    done = {end.rank for end in ends if end.kind == "finished"}
+    if not command or not (facts.asked or facts.word or facts.signalled):
+        done |= {exited.rank for exited, _ in facts.exits if exited.code == 0}
+        done -= {end.rank for end in ends if end.kind == "failed"}  # a script that ended before ctx.finish
+    return ranks > 0 and done.issuperset(range(ranks))
 
 
-def node_died(node: str | None, error: str | None = None) -> EndCause:
-    """The cause where a node was lost, or nothing could be started on it: `error` says what srun said then."""
-    return EndCause("node_failure", Failure(node=node, error=error or f"node {node} died"))
+def _death(
+    exited: Exited, node: str, *, facts: Facts, failed: Mapping[int, End], began: Began, traces: Traces
+) -> Verdict:
+    """Return the verdict about the first rank that failed: by an End that lay there already, else by its exit."""
+    if exited.code == -signal.SIGKILL and exited.rank not in failed:  # no consequence of another rank's error
+        return _killed(exited, node, traces)
+    reported: Collection[int] = facts.reported or ()
+    if facts.reported is None and exited.code > 0:
+        reported = failed
+    lay_there = [failed[rank] for rank in {*reported, exited.rank} if rank in failed]
+    if end := _first(lay_there, failed, facts):
+        return _failed(end, failed, began, traces)
+    if facts.signalled and exited.code in OF_A_STOP:
+        return Verdict(cause="unknown", error=_STOPPED)
+    if exited.code < 0:
+        return _killed(exited, node, traces)
+    words = traces.said(exited.rank)
+    error = f"rank {exited.rank} ended with exit code {exited.code}{f': {words}' if words else ''}"
+    return Verdict(cause="disk" if traces.disk_is_full() else "crashed", error=error, rank=exited.rank, node=node)
 
 
-def own_failure(run: RunDir, attempt: int) -> EndCause | None:
-    """What a rank reported of a failure of its own; None where no rank did, or all only missed another one."""
-    reports = run.failure_reports(attempt)
-    report = _first_of(reports)
-    return None if report is None or _is_secondary(report) else _reported(report, reports, 1, Failure())
+def _first(ends: Iterable[End], failed: Mapping[int, End], facts: Facts) -> End | None:
+    """Return the End that is the cause of the others, one that is final rather than another."""
+    pool = {end.rank: end for end in ends}
+    pool |= {rank: failed[rank] for end in list(pool.values()) for rank in end.seen if rank in failed}
+    order = {exited.rank: number for number, (exited, _) in enumerate(facts.exits)}
+
+    def rank_of_cause(end: End) -> tuple[bool, bool, int, float]:
+        is_secondary = any(rank in failed for rank in end.seen)
+        return not end.final, is_secondary, order.get(end.rank, len(order)), end.time
+
+    return min(pool.values(), key=rank_of_cause, default=None)
 
 
-SAID_LINES, SAID_CHARACTERS = 4, 4096
-"""How much is told of the end of a rank's stderr, at most."""
+def _killed(exited: Exited, node: str, traces: Traces) -> Verdict:
+    where = f"rank {exited.rank} on {node}"
+    peak = f"peak of a rank: {_gib(traces.peak_bytes)}" if traces.peak_bytes else ""
+    if exited.out_of_memory:
+        error = f"{where} was killed for lack of memory on the host{f'; {peak}' if peak else ''}"
+        return Verdict(cause="out_of_memory", error=error, rank=exited.rank, node=node)
+    is_sigkill = exited.code == -signal.SIGKILL
+    how = "SIGKILL" if is_sigkill else f"signal {-exited.code}"
+    hint = f" (out of memory?{f' {peak}' if peak else ''})" if is_sigkill else ""
+    return Verdict(cause="killed", error=f"{where} was killed by {how}{hint}", rank=exited.rank, node=node)
 
-LOOKED_AT_BYTES = 1 << 16
-"""How far from its end that is looked at: the options of a program that refuses one of them may take many lines."""
 
-
-USAGE = 2
-"""The exit code with which argparse, and click, end a program whose options are wrong."""
-
-_UNKNOWN = "|".join(
-    (
-        *("unrecognized arguments: ", "the following arguments are required: ", "ambiguous option: "),
-        "one of the arguments .* is required",
-        r"argument \S+: (not allowed with argument|invalid (int|float|complex) value: )",
-        *("No such (option|command)", "Missing (option|argument|parameter|command)", "Got unexpected extra argument"),
-        "Invalid value for .*: .* is not a valid (integer|float|boolean|UUID)",
+def _failed(end: End, failed: Mapping[int, End], began: Began, traces: Traces) -> Verdict:
+    """Return the verdict of the End of the first rank that failed."""
+    cause: Cause = "disk" if end.disk else "out_of_memory" if end.out_of_memory else "crashed"
+    peak = end.peak_bytes or traces.peak_bytes
+    memory = f" (peak of the {end.out_of_memory}'s memory: {_gib(peak)})" if end.out_of_memory and peak else ""
+    return Verdict(
+        cause=cause,
+        error=f"rank {end.rank}: {end.error}{memory}",
+        rank=end.rank,
+        node=end.node,
+        step=end.step,
+        traceback=end.traceback,
+        samples=end.samples,
+        everywhere=_is_everywhere([other for other in failed.values() if other.error == end.error], began),
+        final=end.final and cause == "crashed",
     )
-)
-_REFUSAL = re.compile(rf"(\S.*: )?error: ({_UNKNOWN})", re.IGNORECASE)
-"""The line that they print last, of words alone: a program may say in the same form what it lacks, as a folder that is
-away. Theirs comes after `usage:`, maybe of hundreds of options; other programs end with that code, too."""
 
 
-def _last_said(run: RunDir, attempt: int, rank: int | None) -> list[str]:
-    """The last lines that a rank printed to stderr, without empty ones."""
-    if rank is None:
-        return []
+def _is_everywhere(alike: Sequence[End], began: Began) -> bool:
+    """Return whether ends with one error are of all ranks, or of ranks on each of several nodes."""
+    nodes = {end.node for end in alike}
+    return len(alike) >= began.ranks or (len(began.nodes) > 1 and nodes.issuperset(began.nodes))
+
+
+def _gib(size: int | None) -> str:
+    return f"{(size or 0) / 2**30:.2f} GiB"
+
+
+def last_words(log: Path) -> str:
+    """Return the last line of a rank's stderr, which of a traceback names the error; empty where there is none."""
     try:
-        with run.rank_log(attempt, rank, "err").open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - LOOKED_AT_BYTES))
-            lines = log.read().decode(errors="replace").splitlines()
-    except OSError:
-        return []
-    return [line.strip() for line in lines if line.strip()]
-
-
-def _silent(run: RunDir, attempt: int, first: FirstFailure, known: Failure) -> EndCause:
-    code = "" if first.code is None else f" with exit code {first.code}"
-    who = "the ranks" if first.rank is None else f"rank {first.rank}"
-    lines = _last_said(run, attempt, first.rank)
-    said = " / ".join(lines[-SAID_LINES:])[-SAID_CHARACTERS:]
-    error = f"{who} ended{code}{f': {said}' if said else '; what it printed is in its log'}"
-    # Its words are those of the YAML; but where they were right before, it is another program here, or a shell's words.
-    is_usage = first.code == USAGE and any(line.lower().startswith("usage: ") for line in lines)
-    final = True if is_usage and _REFUSAL.match(lines[-1]) and not _has_earlier(run, attempt) else None
-    return EndCause("crashed", replace(known, rank=first.rank, node=first.node, error=error, final=final))
-
-
-def _has_earlier(run: RunDir, attempt: int) -> bool:
-    """Whether there was an attempt before this one since a person has submitted the run last."""
-    attempts = run.status().attempts
-    submission = next((one.submission for one in attempts if one.id == attempt), None)
-    return any(one.id < attempt and one.submission == submission for one in attempts)
-
-
-def _killed(first: FirstFailure, known: Failure) -> EndCause:
-    who = "a rank" if first.rank is None else f"rank {first.rank}"
-    where = f" on {first.node}" if first.node else ""
-    peak = f"peak of a rank: {known.peak_bytes / 2**30:.2f} GiB" if known.peak_bytes else ""
-    known = replace(known, rank=first.rank, node=first.node)
-    if first.out_of_memory:
-        error = f"{who}{where} was killed for lack of memory on the host{f'; {peak}' if peak else ''}"
-        return EndCause("out_of_memory", replace(known, error=error))
-    how = "SIGKILL" if first.signal == signal.SIGKILL else f"signal {first.signal}"
-    hint = f" (out of memory?{f' {peak}' if peak else ''})" if first.signal == signal.SIGKILL else ""
-    return EndCause("killed", replace(known, error=f"{who}{where} was killed by {how}{hint}"))
-
-
-def _reported(report: FailureReport, reports: Sequence[FailureReport], nodes: int, known: Failure) -> EndCause:
-    failure = Failure(
-        error=f"rank {report.rank}: {report.error}",
-        rank=report.rank,
-        step=report.step,
-        samples=report.samples,
-        traceback=report.traceback,
-        node=report.node,
-        peak_bytes=report.peak_bytes or known.peak_bytes,
-        not_finite=report.not_finite,
-        faulty_node=report.faulty_node,
-    )
-    if report.disk:
-        return EndCause("disk", failure)
-    if report.out_of_memory:
-        peak = f" (peak of the {report.out_of_memory}'s memory: {(report.peak_bytes or 0) / 2**30:.2f} GiB)"
-        return EndCause("out_of_memory", replace(failure, error=f"{failure.error}{peak}"))
-    if report.final:
-        return EndCause("crashed", replace(failure, final=True))
-    same = {one.node_index for one in reports if one.error == report.error}
-    return EndCause("crashed", replace(failure, everywhere=len(same) >= nodes and not report.alone))
-
-
-# Reports of ranks
-
-
-# What ranks say when another one is gone (gloo, NCCL, TCPStore): true, but not the cause. Not by time alone, since the
-# clocks of nodes differ, nor by who ended first: the one that failed may take longer to end than the others.
-_SECONDARY = re.compile(
-    r"Connection closed by peer|Connection reset|Broken pipe|Connection was likely closed|Failed to (recv|send)|"
-    r"Timed out waiting \d+ms|recvValue|Application timeout|NCCL|remote process|has lost the connection to another rank"
-)
-
-
-def has_reported(run: RunDir, attempt: int, rank: int | None) -> bool:
-    """Whether a rank has written down an error of its own, and does not only miss another rank."""
-    return any(one.rank == rank and not _is_secondary(one) for one in run.failure_reports(attempt))
-
-
-def _is_secondary(report: FailureReport) -> bool:
-    return _SECONDARY.search(report.error) is not None
-
-
-def _first_of(reports: Sequence[FailureReport]) -> FailureReport | None:
-    """The earliest that is not about the others' end, else the earliest; what would fail again comes before all."""
-    final = [report for report in reports if report.final]
-    own = [report for report in reports if not _is_secondary(report)]
-    return next(iter(final or own or reports), None)
-
-
-# What srun and Slurm say
-
-# srun's messages: `srun: error: node2: task 3: Killed`, and `tasks 0-1,3: Exited with exit code 1` for several.
-_TASK = re.compile(r"srun: error: (\S+?): tasks? (\d+)[\d,-]*: (.*)")
-_NODE = re.compile(r"srun: error: (?:Node failure on|Task launch for \S+ failed on node) ([^\s:]+)")
-_NO_STEP = re.compile(r"srun: error: Unable to (?:create step|confirm allocation) for job \S+: (.*)")
-# Of these the job's own options are the reason, and not a node, unless one is down: then srun says the second, too.
-_WRONG_REQUEST = re.compile(r"[Mm]emory|configuration is not available|[Ii]nvalid|[Mm]ore \w+ requested|[Tt]ask count")
-_SIGNALS = {signal.strsignal(number): int(number) for number in signal.valid_signals()} | {"Out Of Memory": 9}
-
-
-def first_failure(text: str) -> FirstFailure | None:
-    """Which rank or node failed first, by what srun printed; None where it says nothing of the kind."""
-    oom = "oom_kill event" in text or "Out Of Memory" in text
-    if lost := _NODE.search(text):  # the others' deaths come first there: srun waits until slurmctld tells it
-        return FirstFailure(node=lost[1], node_lost=True)
-    for line in text.splitlines():
-        if match := _TASK.search(line):
-            return _task_end(match, oom)
-    return FirstFailure(signal=9, out_of_memory=True) if oom else None
-
-
-def failed_launch(text: str, down: Callable[[], Sequence[str]]) -> FirstFailure | None:
-    """The node that an srun which has ended could start nothing on, by what it printed, or whichever of its nodes is
-    `down`; None where the job's options, or nothing that is known, kept it from starting."""
-    text = _STARTS.split(text)[-1]
-    words = last_words(text)
-    if lost := _NODE.search(text):
-        return FirstFailure(node=lost[1], node_lost=True, error=words)
-    if (no_step := _NO_STEP.search(text)) is None:
-        return None
-    node = next(iter(down()), None)
-    if node is None and _WRONG_REQUEST.search(no_step[1]):
-        return None
-    return FirstFailure(node=node, node_lost=True, error=words)
-
-
-def last_words(text: str) -> str:
-    """The last lines that the newest srun printed, in one."""
-    return " / ".join(_STARTS.split(text)[-1].strip().splitlines()[-3:])
-
-
-def end_on_node(text: str, node: str) -> FirstFailure | None:
-    """How the newest task on a node ended, by what srun printed; None where it says nothing of it."""
-    found = [match for match in map(_TASK.search, text.splitlines()) if match and node in _names(match[1])]
-    return None if not found else replace(_task_end(found[-1]), rank=None, node=node)
-
-
-def _names(nodes: str) -> list[str]:
-    return slurm.expand(nodes) if "[" in nodes else nodes.split(",")
-
-
-def _task_end(match: re.Match[str], oom: bool = False) -> FirstFailure:
-    how = match[3].removesuffix(" (core dumped)").strip()
-    code = re.fullmatch(r"Exited with exit code (\d+)", how)
-    return FirstFailure(
-        rank=int(match[2]),
-        node=match[1],
-        signal=_SIGNALS.get(how),
-        code=int(code[1]) if code else None,
-        out_of_memory=oom,
-    )
-
-
-# Before what an srun prints: which nodes it is to start parents on. An attempt in place goes on with those of others.
-_STARTS = re.compile(r"^jobkit: srun starts on (\S+)$", re.MULTILINE)
-
-
-def srun_starts(nodes: Sequence[str]) -> str:
-    """The line before what an srun prints."""
-    return f"jobkit: srun starts on {','.join(nodes)}\n"
-
-
-def srun_said(run: RunDir, number: int) -> str:
-    """What the sruns that an attempt has started have printed so far."""
-    try:
-        return run.srun_log(number).read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 2 * SAID_CHARACTERS))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:  # a rank that died before its log was made
         return ""
-
-
-def srun_said_about(run: RunDir, attempts: Sequence[Attempt], number: int) -> str:
-    """What srun has printed about the nodes of an attempt so far: also one that an attempt before it on the same nodes
-    has started, as far as it was not about an end that came before this attempt."""
-    until = next(index for index, one in enumerate(attempts) if one.id == number)
-    since = next((index for index in range(until, 0, -1) if attempts[index].began != "in place"), 0)
-    own = attempts[until].nodes
-    found: list[tuple[str, Sequence[str]]] = []
-    for one in attempts[since : until + 1]:
-        for line in srun_said(run, one.id).splitlines():
-            if starts := _STARTS.match(line):
-                again = starts[1].split(",")
-                found = [(text, nodes) for text, nodes in found if not set(nodes).intersection(again)]
-            else:
-                nodes = _named_in(line)
-                if set(nodes).intersection(own) if nodes and own else one.id == number:
-                    found.append((line, nodes))
-    return "\n".join(text for text, _ in found)
-
-
-def _named_in(line: str) -> Sequence[str]:
-    """The nodes that a message of srun's is about; none where it names none."""
-    named = _NODE.search(line) or _TASK.search(line)
-    with contextlib.suppress(SchedulerError):
-        return _names(named[1]) if named else []
-    return []
-
-
-def first_failure_of_job(said: str, job: slurm.JobInfo | None, nodes: Sequence[str] = ()) -> FirstFailure | None:
-    """The node that Slurm says is down or no longer answers, of those that the attempt was on, where they are known,
-    else of the job; else what `first_failure` finds."""
-    with contextlib.suppress(SchedulerError):  # a Slurm that is away is asked again by the next attempt
-        looked_at = ",".join(nodes) or (job.nodes if job is not None else "")
-        if looked_at and (node := slurm.dead_node(looked_at)):
-            return FirstFailure(node=node, node_lost=True)
-    return first_failure(said)
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")[-SAID_CHARACTERS:]

@@ -1,40 +1,49 @@
-"""Which of a job's nodes the ranks of an attempt are on: pure, of names and counts."""
+"""Which of a job's nodes have the ranks of an attempt: pure, of names and counts. The allocations call it."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from jobkit.run import layout
-from jobkit.run.config import Config
+from jobkit.errors import InputError
+from jobkit.run.layout import factor
+from jobkit.run.schema import Config
 
 
 def nodes_to_use(config: Config, usable: int) -> int:
-    """On how many of so many nodes the ranks of a run can be started; 0 where they are too few."""
+    """Return on how many of `usable` nodes the ranks can be started; 0 where they are too few."""
     resources = config.resources
-    for nodes in range(min(usable, resources.nodes), resources.fewest_nodes - 1, -1):
-        with contextlib.suppress(ValueError):
-            layout.check(config.parallel, config.comm, replace(resources, nodes=nodes), config.precision)
-            return nodes
-    return 0
+    counts = range(min(usable, resources.nodes), resources.fewest_nodes - 1, -1)
+    return next((nodes for nodes in counts if _can_be_divided(config, nodes * resources.ranks_per_node)), 0)
+
+
+def _can_be_divided(config: Config, ranks: int) -> bool:
+    try:
+        factor(config, ranks, config.resources.ranks_per_node)
+    except InputError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The nodes of a job that can be used; the first ones have the ranks, the others are spares."""
+    """The nodes of a job: the chosen ones have the ranks, the other usable ones are spares.
+
+    placement = Placement(["n1", "n2", "n3"], lost={"n2"}, excluded=set(), count=lambda usable: min(usable, 2))
+    placement.choose(["n1", "n2"], wanted=2)      # ["n1", "n3"]
+    """
 
     names: Sequence[str]
-    """All of the job's, in Slurm's order."""
+    """All nodes of the job, in Slurm's order."""
     lost: Collection[str]
-    """Those that are not used again in this job."""
+    """Nodes that are not used again in this job."""
     excluded: Collection[str]
-    """Those that the run is not to use as long as others are left."""
+    """Nodes that the run does not use as long as enough others are left."""
     count: Callable[[int], int]
     """On how many of so many nodes the ranks can be started; 0 where they are too few."""
 
-    def can_start_again(self, without: Sequence[str] = ()) -> bool:
-        """Whether enough nodes are left to start the ranks on, beside some that are not to be used."""
+    def can_start_again(self, without: Collection[str] = ()) -> bool:
+        """Whether enough nodes are left to start the ranks on without some of them (Room.in_place)."""
         usable = set(self.names).difference(self.lost)
         good = usable.difference(self.excluded, without)
         return self.count(len(good)) > 0 or (not without and self.count(len(usable)) > 0)
@@ -44,20 +53,16 @@ class Placement:
         """The nodes to choose from: excluded ones only where the others are too few."""
         usable = [name for name in self.names if name not in self.lost]
         good = [name for name in usable if name not in self.excluded]
-        needs_excluded = not self.count(len(good)) and len(good) < len(usable) and self.count(len(usable))
-        return usable if needs_excluded else good
+        return good if self.count(len(good)) or not self.count(len(usable)) else usable
 
     def choose(self, used: Sequence[str], wanted: int, ready: Collection[str] = ()) -> list[str]:
-        """The nodes for an attempt, none where too few are left.
+        """Return the nodes for an attempt, none where too few are left.
 
-        Those of the last one, `used`, with spares in the places of those that are lost, first the ones that are
-        `ready`; at the beginning the first `wanted`.
+        At first the first `wanted`. Later those of the last attempt, `used`: the ranks stay where they are, and a
+        spare, rather one that is `ready`, takes the place of a node that is gone.
         """
         usable = self.usable
-        count = self.count(len(usable))
-        used = used or usable[:wanted]
-        taken, can_be_used = set(used), set(usable)
-        spares = [name for name in usable if name not in taken]
-        spares.sort(key=lambda name: name not in ready)
-        chosen = [name if name in can_be_used else spares.pop(0) if spares else None for name in used]
-        return [name for name in chosen if name is not None][:count]
+        spares = sorted((name for name in usable if name not in used), key=lambda name: name not in ready)
+        places = [name if name in usable else None for name in used] or [None] * wanted
+        chosen = [name or (spares.pop(0) if spares else None) for name in places]
+        return [name for name in chosen if name is not None][: self.count(len(usable))]

@@ -1,1 +1,1 @@
-"""Building blocks for training functions. Each one is usable without the others, and without jobkit's loop."""
+"""The parts of a training step: models over ranks, data, gradients, optimizers, evaluation."""

@@ -1,122 +1,147 @@
-"""A function of every sample of a dataset, over all ranks: each sample exactly once, whatever the world size."""
+"""A function of every sample of a dataset, over all ranks: each sample once, the same bits on any number of ranks.
+
+    rank 0's store: a counter --next batch number--> the rank that is free --function(batch, ids)--> values [n]
+    all ranks' values --gather--> in the order of the samples --> mean, exactly rounded
+
+A slow rank computes fewer batches, and holds the others up by one batch at most. Where a forward is a collective, as
+of sharded weights, the ranks take batches in rounds instead (`Rounds`). worker/evaluation.py calls this.
+"""
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
-from jobkit.group import RankGroup
-from jobkit.train.ahead import Collate, CollatedBatches, loaded
-from jobkit.train.batches import HandOut, LockstepBatches
-from jobkit.train.nested import to_device
-from jobkit.train.outputs import Outputs
-from jobkit.train.seeds import derive_seed, preserved_generators, seed_generators
+from jobkit.train.batch import as_it_is, to_device
+from jobkit.train.seeds import derive_seed, preserved_generators, seed_cpu_generators, seed_generators
+from jobkit.train.workers import WorkerInit
 
-PerSample = Callable[[Any, Tensor], Tensor]
-"""`function(batch, ids)`: one value for each of a batch's samples, [n]; `ids`, int64 [n], are their numbers."""
-
-Metrics = Callable[[Any, Tensor], Mapping[str, Tensor]]
-"""The same for several metrics at once: {name: [n]}."""
+PerSample = Callable[[Any, Tensor], Any]
+"""`function(batch, ids)` returns a value for each sample of a batch, [n], or a dict of such; `ids` are int64 [n]."""
 
 
-def evaluate(
-    function: PerSample | Metrics,
-    dataset: Dataset[Any],
-    *,
-    batch_size: int,
-    batches: Iterable[int] | None = None,
-    group: dist.ProcessGroup | None = None,
-    **options: Any,
-) -> float | dict[str, float]:
-    """The mean of what `function` returns over the dataset, on every rank; a dict of means where it returns a dict.
+class Batches(Dataset[Any]):
+    """Batch number `i` of a dataset, collated: the same on every process that loads it.
 
-    Which batches this rank computes is for `batches` to say: DynamicBatches or LockstepBatches of jobkit.train.batches,
-    or by default every W-th. `group` is one of a backend for the CPU. `options` are those of `computed`. Raises
-    ValueError where no rank computed one of the batches.
+    Random numbers that the dataset draws for a sample come from (seed, sample), `collate_fn`'s from (seed, batch).
     """
-    scores = Outputs(len(dataset), batch_size)  # type: ignore[arg-type]
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
-    ranks = RankGroup.of(group or dist.group.WORLD if several else None)
-    if batches is None:
-        batches = scores.missing()[ranks.rank :: ranks.world_size]
-    hand_out = batches if isinstance(batches, HandOut) else LockstepBatches(list(batches), 0, 1)
-    with closing(computed(as_scores(function), dataset, scores, hand_out, **options)) as results:
-        for number, output in results:
-            scores.add(number, output)
-    scores.agree(ranks)
-    if missing := scores.missing():
-        raise ValueError(f"no rank computed batch {missing[0]} of {len(scores.known)}")
-    return means(scores.gathered(ranks))
+
+    def __init__(self, dataset: Any, batch_size: int, seed: int, collate_fn: Callable[[list[Any]], Any] | None) -> None:
+        self.dataset, self.batch_size, self.seed = dataset, batch_size, seed
+        self.collate_fn = collate_fn or default_collate
+
+    def __len__(self) -> int:
+        return -(-len(self.dataset) // self.batch_size)
+
+    def ids(self, number: int) -> range:
+        """Return the samples of a batch."""
+        return range(number * self.batch_size, min(len(self.dataset), (number + 1) * self.batch_size))
+
+    def __getitem__(self, number: int) -> tuple[int, Any]:
+        samples = []
+        for sample in self.ids(number):
+            seed_cpu_generators(derive_seed(self.seed, "sample", sample))
+            samples.append(self.dataset[sample])
+        seed_cpu_generators(derive_seed(self.seed, "collate", number))
+        return number, self.collate_fn(samples)
+
+
+class HandOut(Sampler[int]):
+    """The numbers of the batches for this rank: the rank that asks next gets the next.
+
+    `store` is shared by all ranks, and `key` names this evaluation's counter in it; without a store every batch is this
+    rank's. Workers ask ahead: each holds a batch or two.
+    """
+
+    def __init__(self, numbers: Sequence[int], store: Store | None, key: str) -> None:
+        self.numbers, self._store, self._key = numbers, store, key
+        self.taken = 0
+        """Handed out over all ranks, when this rank last asked."""
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            turn = self.taken if self._store is None else self._store.add(self._key, 1) - 1
+            self.taken = min(turn + 1, len(self.numbers))
+            if turn >= len(self.numbers):
+                return
+            yield self.numbers[turn]
+
+    def stop(self) -> None:
+        """Hand out no more, on any rank."""
+        if self._store is not None:
+            self._store.add(self._key, len(self.numbers))
+
+
+class Rounds(Sampler[int]):
+    """The numbers of the batches for this rank where all ranks make a forward together: as many on each.
+
+    The last round is filled up with the first batches, whose results are there already.
+    """
+
+    def __init__(self, numbers: Sequence[int], rank: int, world_size: int) -> None:
+        self.numbers, self._rank, self._world_size = numbers, rank, world_size
+        self.taken = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for begin in range(0, len(self.numbers), self._world_size):
+            self.taken = min(begin + self._world_size, len(self.numbers))
+            yield self.numbers[(begin + self._rank) % len(self.numbers)]
+
+    def stop(self) -> None:
+        """Do nothing: the ranks stop together."""
 
 
 def computed(
-    function: Callable[[Any, Tensor], Any],
-    dataset: Any,
-    outputs: Outputs,
-    batches: HandOut,
-    *,
-    device: torch.device | None = None,
-    seed: int = 0,
-    collate_fn: Collate | None = None,
-    **workers: Any,
-) -> Generator[tuple[int, Any]]:
-    """(number, what `function(batch, ids)` returns) for the batches handed to this rank; to be closed.
+    function: PerSample, batches: Batches, hand_out: HandOut | Rounds, device: torch.device, **options: Any
+) -> Iterator[tuple[int, Any]]:
+    """Yield (number, `function(batch, ids)`) of this rank's batches, without gradients.
 
-    `batch` is collated and on the device. Gradients are off; random numbers drawn by `function`, or by the dataset for
-    a sample, come from (seed, batch) and (seed, sample), and the caller's generators are as before after each batch.
-    `workers` are DataLoader's options: with `num_workers` so many processes load batches ahead, as many as
-    `prefetch_factor` each.
+    The random numbers that `function` draws come from (seed, batch). Options are DataLoader's for its workers.
     """
-    device = device or torch.device("cpu")
-    collated = CollatedBatches(dataset, outputs.length, outputs.batch_size, seed, collate_fn)
-    with closing(loaded(collated, batches, device, **workers)) as found:
-        for number, load in found:
-            ids = outputs.ids(number).to(device)
-            with torch.no_grad(), preserved_generators(device):
-                batch = to_device(load(), device)
-                seed_generators(derive_seed(seed, "evaluate", number), device)
-                output = function(batch, ids)
-            yield number, output
+    loader = DataLoader(
+        batches,
+        batch_size=None,
+        sampler=hand_out,
+        collate_fn=as_it_is,
+        generator=torch.Generator().manual_seed(0),  # DataLoader would draw its base seed from the training's
+        worker_init_fn=WorkerInit(options.pop("worker_init_fn", None)),
+        **{**options, "prefetch_factor": 1 if options.get("num_workers") else None},
+    )
+    with preserved_generators(device), torch.no_grad():
+        for number, batch in loader:
+            ids = torch.tensor(batches.ids(number), device=device)
+            seed_generators(derive_seed(batches.seed, "evaluate", number), device)
+            yield number, function(to_device(batch, device), ids)
 
 
-def as_scores(function: PerSample | Metrics) -> Callable[[Any, Tensor], Tensor | dict[str, Tensor]]:
-    """`function`, with what it returns as float64; it raises ValueError where that is not one value a sample."""
+def as_values(result: Any, count: int) -> dict[str, Tensor]:
+    """Return per-sample values as float64 on the CPU, by name; the name of a single metric is empty.
 
-    @functools.wraps(function)
-    def scores(batch: Any, ids: Tensor) -> Tensor | dict[str, Tensor]:
-        result = function(batch, ids)
-        if not isinstance(result, Mapping):
-            return _as_score(result, "", len(ids))
-        if not result:
-            raise ValueError("function returned an empty dict, expected a tensor for each name in it")
-        return {name: _as_score(result[name], f" as {name!r}", len(ids)) for name in sorted(result)}
-
-    return scores
-
-
-def _as_score(values: Any, where: str, count: int) -> Tensor:
-    found = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
-    if found != f"shape {(count,)}":
-        raise ValueError(f"function returned {found}{where}, expected one value for each of {count} samples")
-    return values.detach().cpu().to(torch.float64)  # type: ignore[no-any-return]
+    Raises ValueError for a result that is not one value a sample.
+    """
+    named = dict(result) if isinstance(result, Mapping) else {"": result}
+    for name, values in named.items():
+        shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        if shape != (count,):
+            where = f" as {name!r}" if name else ""
+            raise ValueError(f"function returned {shape}{where}, expected one value for each of {count} samples")
+    return {name: values.detach().cpu().to(torch.float64) for name, values in named.items()}
 
 
-def means(values: Tensor | Mapping[str, Tensor]) -> float | dict[str, float]:
-    """The mean of values [n], or of each in a dict; exactly rounded, so that it depends on no order."""
-    if isinstance(values, Mapping):
-        return {name: _mean(one) for name, one in values.items()}
-    return _mean(values)
+def in_order(parts: Sequence[Mapping[int, Any]]) -> list[Any]:
+    """Return the results of all batches, each once, from the ranks' {number: result}, in the order of their numbers."""
+    results = {number: result for part in parts for number, result in part.items()}
+    return [results[number] for number in sorted(results)]
 
 
-def _mean(values: Tensor) -> float:
+def mean(values: Tensor) -> float:
+    """Return the mean of values [n], exactly rounded, so that it depends on no order."""
     if not values.isfinite().all():
         return float(values.mean())  # inf or nan, whatever the order; fsum refuses inf - inf
     return math.fsum(values.tolist()) / len(values)

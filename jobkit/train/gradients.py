@@ -1,4 +1,4 @@
-"""The global norm of gradients however they are spread over the ranks, clipping, and the loss scale of fp16."""
+"""The global norm of gradients on any spread of a model, clipping, and the loss scale of fp16. step.py calls it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import get_total_norm
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup | None = None) -> Tensor:
-    """The 2-norm (a float32 scalar, the same on every rank) of all gradients, each element counted once.
+def gradient_norm(
+    parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup | None = None, device: torch.device | None = None
+) -> Tensor:
+    """Return the 2-norm (a float32 scalar, the same on every rank) of all gradients, each element counted once.
 
     Gradients may be plain tensors, of which every rank has the whole, and DTensors over any mesh. `stages`: the group
-    of a pipeline's stages, which have parameters of their own.
+    of a pipeline's stages, which have parameters of their own. A stage without gradients adds a zero on `device`, its
+    first parameter's by default.
     """
+    parameters = list(parameters)
     shards: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
@@ -26,7 +30,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup 
             if local.dtype.itemsize < 4:  # get_total_norm rounds each norm to the gradient's type: fp16 ends at 65504
                 local = torch.linalg.vector_norm(local, dtype=torch.float32)
             shards[groups].append(local)
-    total = torch.zeros(())
+    total = torch.zeros((), device=device or (parameters[0].device if parameters else None))
     for groups, tensors in shards.items():
         # Of DTensors get_total_norm would sum once for each tensor and mesh axis; of their shards once for each axis.
         part = get_total_norm(tensors).float().square()
@@ -39,7 +43,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup 
 
 
 def _shard(gradient: Tensor) -> tuple[Tensor, tuple[dist.ProcessGroup, ...]]:
-    """This rank's part of a gradient, and the groups of ranks it is divided over."""
+    """Return this rank's part of a gradient, and the groups of ranks that it is divided over."""
     if not isinstance(gradient, DTensor):
         return gradient, ()
     placements = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
@@ -56,7 +60,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Te
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: float | Tensor) -> None:
     """Multiply every gradient, in place.
 
-    Each rank its own part: for DTensors torch would first work out how to spread the product, seconds for a large list.
+    Each rank scales its own part: for a large list of DTensors torch would take seconds to work out the placements.
     """
     on_device: dict[torch.device, list[Tensor]] = defaultdict(list)  # torch takes no list of several, and no empty one
     for parameter in parameters:
@@ -77,17 +81,17 @@ class LossScaler:
         self.scale = scale
         self.growth_interval = growth_interval
         self.used = 1.0
-        """What the gradients that there are have been multiplied by."""
+        """The factor that the present gradients have been multiplied by."""
         self._good_steps = 0
 
     def begin(self, pending: Callable[[], bool]) -> float:
-        """What to multiply the next gradients by: the scale as it is now, unless they are added to `pending` ones."""
+        """Return the factor for the next gradients: the present scale, unless they are added to `pending` ones."""
         if self.used != self.scale and not pending():
             self.used = self.scale
         return self.used
 
     def accepts(self, norm: Tensor) -> bool:
-        """Whether gradients of this norm may be used; adjusts the scale. Waits for the device."""
+        """Return whether gradients of this norm may be used; adjusts the scale. Waits for the device."""
         if not math.isfinite(norm.item()):
             self.scale, self._good_steps = max(1.0, self.scale / 2), 0
             return False

@@ -1,4 +1,4 @@
-"""AdamW and an exponential moving average of the weights in one optimizer."""
+"""AdamW and an exponential moving average of the weights in one optimizer. A training function calls it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
 from jobkit.log import log
-from jobkit.run import device_kinds
 
 
 class EmaAdamW(torch.optim.AdamW):
@@ -126,12 +125,15 @@ class EmaAdamW(torch.optim.AdamW):
                     _local(parameter).copy_(value)
                 self._trained = None
 
+    has_plain_state = True
+    """For the checkpoint: tensors by parameter and options by group are all of the state."""
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict()`, of an optimizer with or without the fused kernel."""
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        own = [(group["fused"], group["ema_decay"]) for group in self.param_groups]
+        options = [(group["fused"], group["ema_decay"]) for group in self.param_groups]
         super().load_state_dict(dict(state_dict))
-        for group, (fused, ema_decay) in zip(self.param_groups, own, strict=True):
+        for group, (fused, ema_decay) in zip(self.param_groups, options, strict=True):
             group["fused"] = fused  # as this device has it, not the one that the state was saved on
             group.setdefault("ema_decay", ema_decay)  # a plain AdamW's state is taken, too
         parameters = [(group, parameter) for group in self.param_groups for parameter in group["params"]]
@@ -144,15 +146,17 @@ class EmaAdamW(torch.optim.AdamW):
                 state["ema"] = average.to(parameter.device, _average_type(parameter))
 
 
+FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
+"""Devices for which torch has a fused AdamW."""
+
 fused_ema_adam = EmaAdamW
-"""What a training function calls it."""
+"""The name that a training function uses."""
 
 
 def why_not_fused(parameters: Sequence[Tensor]) -> str | None:
-    """What there is no fused AdamW for, or on, among these parameters: `on npu`; None where it can update them all."""
+    """Return why these parameters cannot have a fused AdamW, as `on npu`; None where they can."""
     for name in {parameter.device.type for parameter in parameters}:
-        kind = device_kinds.kind(name)
-        if kind is None or not kind.fused_adamw:
+        if name not in FUSED_DEVICES:
             return f"on {name}"
     if not all(parameter.is_floating_point() for parameter in parameters):
         return "for complex numbers"
@@ -162,7 +166,7 @@ def why_not_fused(parameters: Sequence[Tensor]) -> str | None:
 
 
 def _weights(steps: list[Tensor], decay: float, found_inf: Tensor | None) -> list[float] | list[Tensor]:
-    """1 - min(decay, (1 + n) / (10 + n)) for each n; 0 where a GradScaler found an infinity, and nothing was updated.
+    """Return 1 - min(decay, (1 + n) / (10 + n)) for each n; 0 where a GradScaler skipped the update.
 
     torch's get_ema_multi_avg_fn takes one number for all; here each parameter has its own count, which on a device
     stays a tensor: to read it would be to wait for the device. On the CPU, where AdamW keeps its counts unless it is
@@ -181,7 +185,7 @@ def _weights(steps: list[Tensor], decay: float, found_inf: Tensor | None) -> lis
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor: what is done with it is done element by element."""
+    """Return this rank's part of a DTensor, for work that goes element by element."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

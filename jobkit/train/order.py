@@ -1,4 +1,9 @@
-"""Which sample comes when: a pure function of a position, in constant memory and time."""
+"""The order of samples: a pure function of a position, in constant memory and time.
+
+    (seed, samples before, rank) --SampleOrder.shares--> (epoch, sample id) pairs
+
+loader.py calls it. The order does not depend on the number of ranks: each takes a part of the same global batch.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +22,15 @@ from jobkit.train.seeds import derive_seed, mixed
 Numbers = NDArray[np.uint64]
 
 ROUNDS = 6
-"""With 4, samples at places sqrt(length) apart are correlated."""
+"""With 4 rounds, samples at places sqrt(length) apart are correlated."""
 
 SMALL = 1 << 16
-"""The order of so few numbers is made and kept, in half a megabyte: a network's is not uniform for a handful of them. 5
-have each of their 120 orders, but some twice as often as others."""
-
-VERSION = "2"
-"""Of the orders below: in the state of a loader, so that an older one's is never continued with another order."""
+"""The order of so few numbers is sorted and kept, in half a megabyte: a network's order of a handful of numbers is not
+uniform. It has each of the 120 orders of 5 numbers, but some twice as often as others."""
 
 
 def permuted(positions: Numbers, length: int, seed: int) -> Numbers:
-    """The numbers at some positions of an order of 0 ... length - 1 that looks random; another one for each seed."""
+    """Return the numbers at some positions of a random-looking order of 0 ... length - 1; another one for each seed."""
     if length <= SMALL:
         return _small_order(length, seed)[positions]
     return feistel(positions, length, seed)
@@ -41,10 +43,10 @@ def _small_order(length: int, seed: int) -> Numbers:
 
 
 def feistel(positions: Numbers, length: int, seed: int) -> Numbers:
-    """`permuted` by a keyed Feistel network over the smallest a x b >= length, with cycle walking.
+    """Return `permuted` by a keyed Feistel network over the smallest a x b >= length, with cycle walking.
 
-    Black and Rogaway, "Ciphers with arbitrary finite domains", 2002. What falls beyond the length is sent through
-    again, which happens to fewer than one in sqrt(length).
+    Black and Rogaway, "Ciphers with arbitrary finite domains", 2002. A number beyond the length goes through the
+    network again, which happens to fewer than one in sqrt(length).
     """
     a = math.isqrt(length - 1) + 1
     sizes = np.uint64(a), np.uint64(-(-length // a))
@@ -69,16 +71,18 @@ def _keys(seed: int, count: int) -> Numbers:
 
 
 def share_of(size: int, rank: int, world_size: int) -> slice:
-    """A rank's contiguous part of a global batch of `size` samples; those of all ranks differ by at most one."""
+    """Return a rank's contiguous part of `size` samples; the parts of all ranks differ by at most one sample."""
     return slice(size * rank // world_size, size * (rank + 1) // world_size)
 
 
 class SampleOrder:
-    """Which samples make up global batch number `n`: a pure function of what it is made of.
+    """The samples of a global batch: a pure function of how many samples come before it.
 
-    The stream is the endless chain of one permutation an epoch, cut into global batches; a batch may cross from one
-    epoch into the next, so that no sample is dropped or repeated within an epoch, whatever divides what. With `weights`
-    each position draws a sample anew, with replacement, as torch's WeightedRandomSampler does.
+    The stream is an endless chain of one permutation an epoch, cut into global batches. A batch may cross from one
+    epoch into the next, so that no sample is dropped or repeated within an epoch. With `weights` each position draws a
+    sample anew, with replacement, as torch's WeightedRandomSampler does.
+
+    SampleOrder(50_000, 256, seed=0).share(7 * 256, rank=1, world_size=4)      # 64 pairs of (epoch, sample id)
     """
 
     def __init__(
@@ -88,68 +92,32 @@ class SampleOrder:
         seed: int,
         shuffle: bool = True,
         weights: Sequence[float] | torch.Tensor | None = None,
-        skipped: Sequence[int] = (),
     ) -> None:
         if length < 1:
             raise UsageError("the dataset of ctx.loader is empty: it needs at least one sample")
-        self.length = length
-        self.global_batch_size = global_batch_size
-        self.seed = seed
-        self.shuffle = shuffle
-        self.skipped: list[int] = []
-        """Ids of samples that are left out: the next one of the dataset takes the place of each."""
-        self._instead: dict[int, int] = {}
-        self.skip(skipped)
+        self.length, self.global_batch_size, self.seed, self.shuffle = length, global_batch_size, seed, shuffle
         self._sums = None if weights is None else _running_sums(weights, length)
 
-    def skip(self, samples: Sequence[int]) -> None:
-        """Leave these out from here on; raises UsageError for ids that there are not."""
-        left_out = set(samples)
-        if wrong := [one for one in samples if not 0 <= one < self.length]:
-            raise UsageError(f"sample {wrong[0]} is to be left out, and the dataset has {self.length}: rewind again")
-        if len(left_out) == self.length:
-            raise UsageError("all samples of the dataset are to be left out: rewind again, with fewer")
-        self.skipped = sorted(left_out)
-        self._instead, following = {}, min(set(range(len(left_out) + 1)) - left_out)  # the first after the last
-        for one in reversed(self.skipped):
-            following = one + 1 if one + 1 < self.length and one + 1 not in left_out else following
-            self._instead[one] = following
+    def share(self, begin: int, rank: int = 0, world_size: int = 1) -> list[tuple[int, int]]:
+        """Return one rank's part of the global batch that begins after `begin` samples, as (epoch, sample id); with
+        weights as (draw, sample id)."""
+        return self.shares(begin, 1, rank, world_size)[0]
 
-    @property
-    def kind(self) -> str:
-        """What the order is made by, to be compared with that of a checkpoint."""
-        if self._sums is not None:
-            return f"weights {hashlib.blake2b(self._sums.tobytes(), digest_size=8).hexdigest()}, version {VERSION}"
-        return f"{'shuffled' if self.shuffle else 'as it lies'}, version {VERSION}"
-
-    def batch(self, number: int) -> list[tuple[int, int]]:
-        """The (epoch, sample id) pairs of a global batch; with weights (draw, sample id)."""
-        return self.share(number, 0, 1)
-
-    def share(self, number: int, rank: int, world_size: int) -> list[tuple[int, int]]:
-        """One rank's contiguous part of a global batch; the parts of all ranks differ by at most one sample."""
-        return self.shares(number, 1, rank, world_size)[0]
-
-    def shares(self, first: int, count: int, rank: int, world_size: int) -> list[list[tuple[int, int]]]:
-        """The shares of so many batches, together: a number alone takes as long as a hundred."""
+    def shares(self, begin: int, count: int, rank: int, world_size: int) -> list[list[tuple[int, int]]]:
+        """Return the shares of `count` batches together: a batch alone takes as long as a hundred."""
         size = self.global_batch_size
         part = share_of(size, rank, world_size)
-        begins = np.arange(first, first + count, dtype=np.uint64)[:, None] * np.uint64(size)
+        begins = np.uint64(begin) + np.arange(count, dtype=np.uint64)[:, None] * np.uint64(size)
         pairs = self._at((begins + np.arange(part.start, part.stop, dtype=np.uint64)).ravel())
         width = part.stop - part.start
         return [pairs[index * width : (index + 1) * width] for index in range(count)]
 
     def _at(self, positions: Numbers) -> list[tuple[int, int]]:
-        found = self._drawn(positions)
-        return [(number, self._instead.get(one, one)) for number, one in found] if self._instead else found
-
-    def _drawn(self, positions: Numbers) -> list[tuple[int, int]]:
         if self._sums is not None:
             drawn = mixed(mixed(positions) ^ np.uint64(derive_seed(self.seed, "draw")))
             places = (drawn >> np.uint64(11)) * (2.0**-53 * self._sums[-1])  # in [0, sum)
-            return list(
-                zip(positions.tolist(), np.searchsorted(self._sums, places, side="right").tolist(), strict=True)
-            )
+            chosen = np.searchsorted(self._sums, places, side="right")
+            return list(zip(positions.tolist(), chosen.tolist(), strict=True))
         epochs, samples = np.divmod(positions, np.uint64(self.length))
         if self.shuffle:
             for epoch in np.unique(epochs):
@@ -159,13 +127,13 @@ class SampleOrder:
 
 
 def _running_sums(weights: Sequence[float] | torch.Tensor, length: int) -> NDArray[np.float64]:
-    """The running sums [length] of weights; raises UsageError for what are none."""
+    """Return the running sums [length] of weights. Raises UsageError for weights that cannot be."""
     try:
-        found = np.asarray(weights, dtype=np.float64)
+        values = np.asarray(weights, dtype=np.float64)
     except (TypeError, ValueError) as error:
         raise UsageError(f"weights of ctx.loader must be numbers, one for each sample: {error}") from None
-    if found.shape != (length,):
-        raise UsageError(f"weights of ctx.loader has the shape {list(found.shape)}: expected one for each of {length}")
-    if not (np.isfinite(found).all() and (found >= 0).all() and found.any()):
+    if values.shape != (length,):
+        raise UsageError(f"weights of ctx.loader has the shape {list(values.shape)}: expected one for each of {length}")
+    if not (np.isfinite(values).all() and (values >= 0).all() and values.any()):
         raise UsageError("weights of ctx.loader must be finite and not negative, and not all 0")
-    return np.cumsum(found)
+    return np.cumsum(values)

@@ -30,7 +30,7 @@ def cosine_at(step: int, *, steps: int, floor: float = 0.0) -> float:
 
 
 SCHEDULES: dict[str, Callable[..., float]] = {"constant": lambda step: 1.0, "linear": linear_at, "cosine": cosine_at}
-"""What `schedule` may be asked for: name to multiplier at a step."""
+"""The schedules, by name: the multiplier at a step."""
 
 
 def constant(optimizer: Optimizer, *, warmup: int = 0) -> LambdaLR:
@@ -57,7 +57,7 @@ def schedule(
     needs none and has no use for a floor. Raises InputError for an unknown name and for steps that cannot be.
     """
     if name not in SCHEDULES:
-        raise InputError(f"schedule: found {name!r}, allowed: {', '.join(SCHEDULES)}{nearest(name, SCHEDULES)}")
+        raise InputError(f"schedule: found {name!r}, allowed: {', '.join(SCHEDULES)}; {nearest(name, SCHEDULES)}")
     if warmup < 0:
         raise InputError(f"schedule: warmup = {warmup}, expected 0 or more steps")
     if not 0.0 <= floor <= 1.0:

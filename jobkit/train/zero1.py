@@ -1,4 +1,7 @@
-"""An optimizer whose state is shared out over the ranks (ZeRO stage 1, arXiv:1910.02054), by torch's own."""
+"""An optimizer whose state is divided over the ranks (ZeRO stage 1, arXiv:1910.02054), by torch's own.
+
+A file of its own: the import of torch's takes 0.15 s. spread.py makes one where the YAML says `parallel: zero1`.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from jobkit.train.optimizer_state import Sharded
 
+class Zero1(ZeroRedundancyOptimizer):
+    """torch's ZeroRedundancyOptimizer, with moving averages that are seen on all ranks.
 
-class Zero1(ZeroRedundancyOptimizer, Sharded):
-    """torch's ZeroRedundancyOptimizer, with moving averages that are looked at on all ranks.
-
-    `make(part, **options)` is the local optimizer, of this rank's part of the parameter groups; `group` are the ranks
-    to share among, None for all.
+    `make(part, **options)` makes the local optimizer, of this rank's part of the groups; `group` are the ranks.
     """
 
     def __init__(
@@ -29,9 +29,14 @@ class Zero1(ZeroRedundancyOptimizer, Sharded):
     ) -> None:
         super().__init__(groups, optimizer_class=make, process_group=group, **options)  # type: ignore[arg-type]
 
+    @property
+    def local_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that has this rank's part of the state."""
+        return self.optim  # type: ignore[no-any-return]
+
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """While inside, every parameter is its moving average, which one rank keeps and the others are sent."""
+        """Within it, every parameter is its moving average, which the rank that has it sends to the others."""
         averaged = getattr(self.optim, "averaged", None)
         if averaged is None:
             yield

@@ -1,1 +1,1 @@
-"""Inside a rank: from the run directory to the end of the training function."""
+"""The processes on a node: the agent, and the ranks that it forks."""

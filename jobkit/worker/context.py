@@ -1,543 +1,562 @@
-"""jobkit.Context: what a training function is given."""
+"""jobkit.Context: what a training function is given.
+
+    Rank, Joined --> Context --> Spread, Step (train/) | Tracked, Checkpoints, Loop, Epochs, Evaluator, Reporter (here)
+
+Each method passes its call on to one of these parts. All ranks make a Context together, and call its methods together
+unless a docstring says otherwise.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sized
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torch import nn
-from torch.utils.data import Dataset
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from jobkit.checkpoint import own_files
-from jobkit.checkpoint.disks import Disks
-from jobkit.checkpoint.store import Store, not_of
-from jobkit.checkpoint.writer import Checkpointer
-from jobkit.errors import UsageError
-from jobkit.group import RankGroup
-from jobkit.log import log
-from jobkit.run import secrets
-from jobkit.run.events import Event
-from jobkit.run.rundir import owner_of
-from jobkit.train.accumulation import BatchSize, Loss
-from jobkit.train.data import Loader
-from jobkit.train.engine import Engine
-from jobkit.train.evaluate import Metrics, PerSample, as_scores, means
-from jobkit.train.hooks import ForwardHook, uncompiled
-from jobkit.train.parallel import unwrapped
-from jobkit.train.seeds import preserved_generators
-from jobkit.train.sharding import reshard
-from jobkit.train.tracked_generator import TrackedGenerator, is_generator
-from jobkit.worker.checkpoint_schedule import CheckpointSchedule, MemorySchedule
-from jobkit.worker.checkpointing import Checkpoints, find_memory
-from jobkit.worker.ending import Ending
+from jobkit.checkpoint import framework_files
+from jobkit.checkpoint.checkpointer import Checkpointer
+from jobkit.checkpoint.disks import disks_of
+from jobkit.checkpoint.export import write_final
+from jobkit.checkpoint.sources import Source
+from jobkit.checkpoint.staging import Place
+from jobkit.errors import CheckpointError, JobkitError, Stopped, UsageError
+from jobkit.run.files import is_there
+from jobkit.run.records import Start
+from jobkit.run.slots import Phase, page_before, slots_of
+from jobkit.train.loader import Loader
+from jobkit.train.seeds import derive_seed, seed_generators
+from jobkit.train.spread import Spread
+from jobkit.train.step import Step, evaluating
+from jobkit.worker.checkpoints import Boundary, Checkpoints
 from jobkit.worker.epochs import Batches, Epochs
 from jobkit.worker.evaluation import Evaluator
-from jobkit.worker.generators import begin_generators
-from jobkit.worker.lease import holds_lease
-from jobkit.worker.loop import TrainingLoop
-from jobkit.worker.losses import suspect_of
+from jobkit.worker.health import Health
+from jobkit.worker.join import Joined
+from jobkit.worker.loop import Every, Loop
+from jobkit.worker.own_time import OwnTime
 from jobkit.worker.rank import Rank
-from jobkit.worker.reporter import RunReporter
-from jobkit.worker.results import flat, literal
-from jobkit.worker.start_from import load_start
-from jobkit.worker.state_names import VALUES
-from jobkit.worker.stop import CauseFinder
-from jobkit.worker.trackable import check_trackable, unprepared
-from jobkit.worker.tracked_state import TrackedState
+from jobkit.worker.repeats import Repeats
+from jobkit.worker.reporter import Reporter
+from jobkit.worker.timing import Timing
+from jobkit.worker.tracked import Generators, PendingGradients, Tracked
 from jobkit.worker.values import Values
-
-Scores = TypeVar("Scores", torch.Tensor, Mapping[str, torch.Tensor])
-"""One value a sample, [n], or several by name."""
 
 
 class Context:
-    """One rank's view of a run. See the README for a training function that uses all of it.
+    """One rank's view of a run.
 
-    Made by jobkit, on all ranks together: by `jobkit.init` in a script, by the worker for a task.
+    def train(ctx: jobkit.Context):
+        model = ctx.parallelize(Net())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=ctx.params.lr)
+        loader = ctx.loader(dataset, global_batch_size=256)
+        ctx.track(model=model, optimizer=optimizer, loader=loader)
+        for step in ctx.steps(1000):
+            loss = ctx.backward(model, next(loader), nn.functional.cross_entropy)
+            ctx.update(optimizer)
+            ctx.log({"train/loss": loss})
+        return {"loss": loss.item()}
     """
 
     _current: Context | None = None
 
-    def __init__(
-        self,
-        rank: Rank,
-        reporter: RunReporter,
-        finder: CauseFinder,
-        on_first_step: Callable[[], None] = lambda: None,
-    ) -> None:
-        run, config, topology = rank.run, rank.config, rank.topology
-        self.params: DictConfig = OmegaConf.create(literal(config.params))
+    def __init__(self, rank: Rank, joined: Joined, environ: Mapping[str, str]) -> None:
+        config = rank.config
+        self.params: DictConfig = OmegaConf.create(rank.params)
         """The YAML's `params`, read-only."""
         OmegaConf.set_readonly(self.params, True)
         self.seed: int = config.seed or 0
-        self.rank: int = topology.rank
-        """This process among all, from 0."""
-        self.local_rank: int = topology.local_rank
-        """This process among those of its node."""
-        self.world_size: int = topology.world_size
-        """The number of processes."""
-        self.is_main: bool = rank.is_main
-        """Whether this is rank 0, the one that writes files."""
-        self.device: torch.device = rank.device
-        """This rank's device."""
+        """The YAML's `seed`; 0 for null."""
+        self.rank: int = rank.rank
+        """The number of this process among all ranks, from 0."""
+        self.local_rank: int = rank.local_rank
+        """Its number among the ranks of its node."""
+        self.world_size: int = rank.world_size
+        """The number of ranks."""
+        self.is_main: bool = rank.rank == 0
+        """True on rank 0, the rank that writes files."""
+        self.device: torch.device = joined.device
+        """The device of this rank, as `cuda:3`."""
         self.attempt: int = rank.attempt
         """How many times the run has been started, this one included."""
-        self.run_dir: Path = run.path
-        """The run directory."""
-        self._rank, self._reporter, self._signals = rank, reporter, finder.signals
-        store = Store(run.checkpoints, attempt=str(rank.attempt))
-        # Of their own: collectives of the writing thread must not be matched with the training's.
-        everyone = RankGroup.of_world()
-        ranks = RankGroup.of_parts(rank.disks) if rank.disks else everyone
-        if ranks.is_main:
-            store.clean()  # the lease is ours, and nobody writes yet
-        before = run.status() if rank.is_main else None
-        earlier = before.attempts[:-1] if before is not None else []
-        found = (before.skip_samples, suspect_of(earlier, before.submissions)) if before is not None else None
-        skipped, suspect = rank.group.broadcast(found)
-        disks = Disks(everyone, several=bool(rank.disks))
-        owner = rank.group.on_main(lambda: owner_of(run))
-        memory_schedule = MemorySchedule(config.checkpoint.memory, earlier)
+        self.run_dir: Path = rank.run.path
+        """The run's directory; files of your own belong in `outputs/` below it."""
+        self._rank, self._ranks = rank, joined.ranks
+        self._devices = (joined.device,)
+        place = Place(rank.rank, rank.world_size, rank.local_world_size, disks_of(rank.run.path, rank, joined.ranks))
         self._checkpointer = Checkpointer(
-            store,
-            ranks,
+            rank.run.checkpoints,
+            joined.ranks,
+            place,
+            attempt=rank.attempt,
             keep=config.checkpoint.keep,
-            may_publish=partial(holds_lease, run, rank.attempt),
-            memory=None if memory_schedule.is_off or rank.disks else find_memory(rank, ranks, earlier),
-            ranks_per_node=topology.local_world_size,
-            disks=disks,
-            owner=owner,
+            check_lease=rank.check_lease,
+            beat=rank.beat_again,
+            slots=slots_of(environ),
+            best_mode=config.checkpoint.best.mode if config.checkpoint.best is not None else "min",
         )
-        sizes = topology.rank, topology.world_size, topology.local_world_size
-        self._engine = Engine(config, rank.device, *sizes, skipped=skipped)
-        restored = self._checkpointer.load_newest(names=())
-        if restored is not None and (problem := not_of(owner, restored.manifest, restored.path)) is not None:
-            raise UsageError(problem)
-        start = load_start(rank, ranks, disks) if restored is None else None
-        only_weights = start if config.start_from.weights_only else None
-        extra = restored.manifest.extra if restored is not None else {}
-        restored = restored or (None if only_weights else start)
-        step = restored.step if restored is not None else None
-        self._tracked = TrackedState(
-            self._engine.parallel,
-            self._checkpointer,
-            rank.group,
-            restored,
-            weights=config.checkpoint.weights,
-            only_weights=only_weights,
-        )
-        self._tracked.kept_workers.watch()
-        schedule = CheckpointSchedule(config.checkpoint, earlier)
-        durable = restored.durable_step if restored is not None else None
-        self._checkpoints = Checkpoints(
-            rank, self._checkpointer, self._tracked, schedule, memory_schedule, reporter, durable
-        )
-        self._evaluator = Evaluator(rank, reporter, self._engine.parallel, finder.signals, step)
-        self._loop = TrainingLoop(
+        restored = self._checkpointer.restored
+        start = joined.ranks.broadcast(rank.run.start() if self.is_main else None)
+        self._is_start = restored is not None and start is not None and start.begins(restored.step)
+        if restored is None and start is not None:
+            self._take_weights(start)
+        self._reporter = Reporter(rank)
+        self._health = Health(ignores=config.on_nan == "ignore")
+        self._spread = Spread(config, joined.device, joined.ranks, rank.local_world_size)
+        self._step = Step(config, self._spread)
+        self._tracked = Tracked(self._checkpointer, config.checkpoint.weights, drifts=self._spread.drifts)
+        self._tracked.is_start = self._is_start
+        self._checkpoints = Checkpoints(rank, self._checkpointer, self._tracked, self._reporter)
+        timing = Timing(self._reporter, joined.device, self._step.loaders, self._spread.optimizers)
+        self._loop = Loop(
             rank,
-            self._engine,
+            joined.ranks,
             self._tracked,
-            restored,
             self._checkpoints,
-            reporter,
-            finder,
-            end_evaluations=self._evaluator.end_step,
-            on_first_step=on_first_step,
-            suspect=suspect,
+            self._reporter,
+            self._health,
+            timing,
+            OwnTime(joined.device, rank.rank, rank.world_size),
+            on_begin=self._begin_loop,
         )
-        self.ending = Ending(
-            rank,
-            self._engine,
-            self._tracked,
-            self._loop,
-            self._checkpoints,
-            self._checkpointer,
-            self._evaluator,
-            reporter,
-            self._signals,
-            extra,
-        )
-        """For the program around the training function."""
-        self._epochs = Epochs(rank, self._loop, self._tracked, restored)
-        for damaged, reason in self._checkpointer.set_aside:
-            reporter.record(Event.SET_ASIDE, step=damaged, reason=reason)
-            if rank.is_main:
-                log.info("the checkpoint of step %d is damaged and was set aside: %s", damaged, reason)
-        for step_in_memory, reason in self._checkpointer.refused if rank.is_main else ():
-            log.info("the snapshot of step %d in memory cannot be used: %s", step_in_memory, reason)
-        self._tracked.first_generators = begin_generators(config.seed, restored, topology.world_size, *rank.devices)
+        self._before = page_before(environ)
+        # Ranks that compute the same samples together draw the same numbers.
+        self._generators = Generators(config.seed, self._spread.data_rank, rank.world_size, self._devices)
+        self._averaged_step = 0
+        if self._spread.drifts:
+            self._loop.before_boundary = self._average_replicas
+        elif self._spread.keeps_gathered:
+            self._loop.before_boundary = lambda step, is_last: self._spread.reshard()
+        self._tracked.before_look = self._spread.reshard
+        self._tracked.before_save = self._spread.check_frozen
+        self._epochs = Epochs(self._loop, self._restore_again, self._devices, rank.rank, rank.world_size)
+        self._evaluator = Evaluator(rank, self._spread, self._tracked, self._reporter, self._loop)
+        self._values: Values | None = None
+        self.result: Any = None
+        """The result of the run, once it has finished."""
+        self.is_finished = False
         self.checkpoint: Path | None = None
-        """The folder that `save` of ctx.boundary wrote, of the checkpoint this attempt begins with; None at the start.
-
-        Verified on all ranks. With it a framework goes on where it stood.
-        """
-        if restored is not None and restored.snapshot is None:
-            self.checkpoint = own_files.folder_in(restored.path, restored.manifest)
-        own_seed = {} if config.seed is None else {"seed": config.seed}
-        parameters = {**own_seed, **flat(secrets.masked(config.params))}
-        reporter.start_metrics(extra.get("tensorboard", {}), self.step, parameters)
-        reporter.start_mirrors(config.mirror.chosen)
+        """The folder with the files that `save` of ctx.boundary wrote, of the checkpoint that this attempt begins
+        with."""
+        if restored is not None:
+            self.checkpoint = framework_files.folder_of(restored.path)
+        if self._loop.trace is not None:
+            self._loop.trace.samples = self._sample_ids
+        if config.seed is not None:  # equal on all ranks, for equal initial weights
+            seed_generators(derive_seed(config.seed, "init"), *self._devices)
         Context._current = self
 
-    # Where and who
+    def _take_weights(self, start: Start) -> None:
+        """Begin with the weights of another run's checkpoint. Raises CheckpointError where what --from took is gone."""
+        folder = self._rank.run.start_folder / self._rank.run.checkpoint(start.step).name
+        if not start.weights_only or not is_there(folder):
+            gone = f"the checkpoint of step {start.step} of {start.run}, which this run begins with, is gone"
+            raise CheckpointError(f"{gone} from its directory: --from with --fresh takes it again")
+        self._checkpointer.take_weights(folder)
 
     @classmethod
     def current(cls) -> Context | None:
-        """The context of this process, where one has been made: a process has one run."""
+        """Return the context of this process; None where there is none yet."""
         return cls._current
 
     @property
-    def has_several_disks(self) -> bool:
-        """Whether nodes have disks of their own, so that one rank of each writes what every disk is to have."""
-        return bool(self._rank.disks)
+    def step(self) -> int:
+        """The step that the loop is in, from 0; after the loop, the number of steps done."""
+        return self._loop.boundary.step
 
     @property
-    def step(self) -> int:
-        """The step the loop is in, from 0; after the loop, the number of steps done."""
-        return self._loop.step
+    def batch(self) -> int:
+        """The number of the batch in its epoch, from 0; before its loop, the number of the first batch to come."""
+        return self._epochs.batch
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        self._rank.group.barrier()
+        self._ranks.barrier()
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """Within it, rank 0 runs first and the others after it: to download or prepare data once.
+
+        with ctx.main_first():
+            prepare(folder)      # finds it prepared on all ranks but the first
+        """
+        if not self.is_main:
+            self.barrier()
+        yield
+        if self.is_main:
+            self.barrier()
 
     # The parts of a step
 
     def parallelize(self, module: nn.Module, **options: bool) -> nn.Module:
-        """`module` on this rank's device and over the ranks as the YAML's `parallel:` says: DDP where it is silent.
+        """Return the module on this rank's device, spread over the ranks as the YAML's `parallel:` says.
 
-        All ranks begin with the weights that rank 0 gives. What is on the meta device is drawn from the seed, by
-        `init_weights()` or `reset_parameters()`. Make optimizers of what is returned. `options` are DDP's:
-        find_unused_parameters, static_graph, broadcast_buffers, gradient_as_bucket_view. Raises UsageError for a
-        module that cannot be spread that way or differs from rank 0's, and for options the strategy has no use for.
+        All ranks begin with rank 0's weights. Parameters on the meta device are drawn from the seed, by
+        `init_weights()` or `reset_parameters()`. Options are DDP's: find_unused_parameters, static_graph,
+        broadcast_buffers, gradient_as_bucket_view. Raises UsageError for a module that cannot be spread.
         """
-        module = self._engine.parallelize(module, **options)
-        self._tracked.add_module(module)
-        self._watch(module)
+        module = self._spread.parallelize(module, **options)
+        self._loop.own_time.watch(module)
         return module
-
-    def _watch(self, module: nn.Module) -> None:
-        self._loop.stragglers.watch(module, self._engine.parallel.forward_is_collective)
-        self._beat_in(module)
-
-    def _beat_in(self, module: nn.Module) -> None:
-        def beat() -> None:
-            if not torch.is_grad_enabled():  # many forwards without a step in between, as in sampling, are no hang
-                self.heartbeat()
-
-        # A user may call what is inside, too; inside a compiled one hooks are not called.
-        for one in {unwrapped(module), module}:
-            one.register_forward_hook(ForwardHook(beat))
-
-    def heartbeat(self) -> None:
-        """Tell the watchdog that this rank is at work, as in a long validation that another framework makes.
-
-        Steps, ctx.evaluate and the forwards of tracked modules do it by themselves.
-        """
-        self._reporter.heartbeat.beat()
 
     def optimizer(
         self, model: nn.Module, make: Callable[..., torch.optim.Optimizer], **options: Any
     ) -> torch.optim.Optimizer:
-        """`make(parameters, **options)` for the model's trainable parameters: torch.optim.AdamW, fused_ema_adam ...
+        """Return `make(parameters, **options)` for the model's trainable parameters.
 
-        With `parallel: zero1` each rank keeps the state of a part of them.
+        optimizer = ctx.optimizer(model, torch.optim.AdamW, lr=1e-3)
         """
-        return self._engine.optimizer(model, make, **options)
+        return self._spread.optimizer(model, make, **options)
 
-    def loader(self, dataset: Any, *, global_batch_size: int = 0, **options: Any) -> Loader:
-        """An endless iterator over this rank's shares of global batches of a Dataset or a stream (IterableDataset).
+    def loader(self, dataset: Any, *, global_batch_size: int, **options: Any) -> Loader:
+        """Return an endless iterator over this rank's parts of global batches of a dataset.
 
-        The options are those of jobkit.train.data.Loader (shuffle, weights, name ...) and of torch's DataLoader
-        (num_workers, collate_fn ...). Ranks that compute the same samples together, as those of a pipeline, get the
-        same share. Raises JobkitError for options that do not fit.
+        Options: shuffle, weights, name, and DataLoader's num_workers, collate_fn, prefetch_factor ... The order is the
+        same on any number of ranks. A dataset without a length is a stream: with `num_shards` and `shard(num_shards,
+        index)` ranks divide its shards, else each rank reads all of it and keeps its share. A restart reads it again up
+        to where it was, unless it has state_dict and load_state_dict. Raises UsageError for options that do not fit.
         """
-        if self._loop.is_in_step:
-            raise UsageError(
-                f"ctx.loader comes before {self._loop.call}: one that is made later, no attempt would restore; for "
-                "validation there is ctx.evaluate"
-            )
-        return self._engine.loader(dataset, global_batch_size=global_batch_size, **options)
+        if self._loop.call:
+            raise UsageError("ctx.loader comes before the loop: no attempt would restore one that is made later")
+        name = str(options.pop("name", len(self._step.loaders)))
+        if any(loader.name == name for loader in self._step.loaders):
+            raise UsageError(f"ctx.loader: there is a loader with the name {name!r} already")
+        loader = Loader(
+            dataset,
+            global_batch_size=global_batch_size,
+            name=name,
+            rank=self._spread.data_rank,
+            world_size=self._spread.data_size,
+            seed=self.seed,
+            device=self.device,
+            gather=self._ranks.gather,
+            **options,
+        )
+        self._step.loaders.append(loader)
+        return loader
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The YAML's `precision` for the code inside: nothing for fp32, else torch.autocast."""
-        return self._engine.autocast()
+        """Return the YAML's `precision` as a context: torch.autocast, or nothing for fp32. Any rank may call it."""
+        return self._step.autocast()
 
     def backward(
         self,
         model: nn.Module,
-        inputs: Any,
-        loss: Loss,
-        target: Any,
+        batch: Any,
+        loss: Callable[..., Tensor],
         *,
         micro_batch_size: int | None = None,
-        global_batch_size: BatchSize | None = None,
-    ) -> torch.Tensor:
-        """Gradients of `loss(model(inputs), target)` over the global batch; returns its mean loss, on all ranks alike.
+        global_batch_size: int | None = None,
+    ) -> Tensor:
+        """Add the gradients of `loss(model(inputs), target)` over the global batch; returns its mean loss.
 
-        `inputs` and `target` are this rank's share of a global batch: tensors [n, ...], or tuples of them (positional
-        arguments) or dicts (by name). The share goes through in micro-batches of at most `micro_batch_size` samples,
-        under `precision`'s autocast; the gradients are those of the whole global batch, exactly. `loss` returns the
-        mean over the samples it is given.
-
-        Without `global_batch_size` the share must be of as many samples as the loader's. For a batch of another size
-        it is the number on all ranks together, or "sum": then the ranks add up what each was given, zero included,
-        and wait for each other and the device to do so. Raises UsageError where the sizes do not fit.
+        `batch` is this rank's share, (inputs, target): tensors [n, ...]; inputs may be a tuple (positional arguments)
+        or a dict (by name). `loss` returns the mean over its samples. The share goes through in micro-batches of at
+        most `micro_batch_size` samples, under `precision`'s autocast. The size of the global batch is the loader's,
+        unless `global_batch_size` gives the samples on all ranks together. Raises UsageError where sizes do not fit.
         """
-        self._loop.stragglers.timer.forward_begins()
-        if self._loop.is_verified_now:
-            own = [one for one in self._tracked.all_objects() if isinstance(one, TrackedGenerator)]
-            more: dict[str, Any] = {"micro_batch_size": micro_batch_size, "devices": self._rank.devices}
-            self._loop.verify(self._engine.computes_alike(model, inputs, loss, target, generators=own, **more))
-        mean = self._engine.backward(
-            model,
-            inputs,
-            loss,
-            target,
-            micro_batch_size=micro_batch_size,
-            global_batch_size=global_batch_size,
-            see=self._loop.see_share,
-        )
-        self._loop.see_mean(mean)
+        sizes = {"micro_batch_size": micro_batch_size, "global_batch_size": global_batch_size}
+        if not isinstance(model, DistributedDataParallel):
+            self._loop.own_time.waits()
+        mean = self._step.backward(model, batch, loss, **sizes)
+        self._health.see(self.step, mean, self._sample_ids)
         return mean
 
-    def update(self, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None) -> torch.Tensor | None:
-        """Use the gradients of ctx.backward: unscale, clip to a global norm of `max_norm`, step, set them to None.
+    def update(self, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None) -> Tensor | None:
+        """Use the gradients: unscale, clip to a global norm of `max_norm`, step, set them to None.
 
-        Returns the norm before clipping; None without `max_norm`, unless fp16 needs it. Gradients that overflowed in
-        fp16 are not used.
+        Returns the norm before clipping; None without `max_norm`, unless fp16 needs it.
         """
-        return self._engine.update(optimizer, max_norm=max_norm)
+        return self._step.update(optimizer, max_norm=max_norm)
 
     def averaged(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-        """While inside, the parameters are their moving averages, where the optimizer keeps any. Collective."""
-        return self._loop.unchanged_by(self._engine.averaged(optimizer))
+        """Within it, the parameters are their moving averages, where the optimizer keeps any."""
+        return self._step.averaged(optimizer)
+
+    def evaluating(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    ) -> AbstractContextManager[None]:
+        """Within it, the model is in evaluation mode, with averaged weights where the optimizer keeps any.
+
+        At the end each submodule's mode, the weights and the random generators are as before.
+        """
+        return evaluating(model, self._step.averaged(optimizer), self._devices)
 
     # State and loop
 
     def track(self, *, per_rank: Mapping[str, Any] | None = None, **objects: Any) -> None:
-        """Make objects part of the checkpoint, by name; where the run is being continued they are restored here.
+        """Make objects part of the checkpoint, by name; where the run continues they are restored before this returns.
 
-        Anything with state_dict and load_state_dict. The state of `objects` is equal on all ranks, or a part of a whole
-        that ctx.parallelize shares out: ranks that differ are an error of the first step. That of `per_rank`, as of a
-        replay buffer or a data loader of one's own, is another on each rank, and is restored on as many ranks only.
-        A rank may be asked for a state_dict when the others are not.
-        Raises CheckpointError for one whose state does not fit.
+        Objects have state_dict and load_state_dict, or are torch.Generators. The state of `objects` is equal on all
+        ranks; that of `per_rank` is another on each rank. Raises UsageError, and CheckpointError for a state that does
+        not fit.
         """
+        if self._loop.call:
+            raise UsageError("ctx.track comes before the loop: no attempt would restore what is tracked later")
         if per_rank is not None and not isinstance(per_rank, Mapping):
-            raise TypeError(f"ctx.track(per_rank=...): expected {{name: object}}, found {type(per_rank).__name__}")
-        if self._loop.has_begun:
-            raise UsageError(
-                f"ctx.track comes before {self._loop.call}: what is tracked later, no attempt would restore"
-            )
-        own = {name: unprepared(value) for name, value in (per_rank or {}).items()}
-        objects = {name: unprepared(value) for name, value in objects.items()}
-        for name, value in [*objects.items(), *own.items()]:
-            if not is_generator(value):
-                check_trackable(name, value)
-        self._tracked.states.name_parameters({**objects, **own})
-        for name, value in [*objects.items(), *own.items()]:
-            self._tracked.check_name(name, value)
-            self._tracked.add(name, TrackedGenerator(value) if is_generator(value) else value, per_rank=name in own)
-            if isinstance(value, nn.Module) and value not in self._tracked.states.modules:
-                if uncompiled(value) is not value:
-                    self._watch(value)  # compiled after ctx.parallelize
-                else:
-                    self._beat_in(value)
-            if isinstance(value, torch.optim.Optimizer):
-                self._loop.watch(value)
-
-    def steps(self, total: int) -> Iterator[int]:
-        """Yield step numbers up to `total`, from where the run stands; checkpoint and stop in between as needed.
-
-        A step ends where the loop asks for the next one. Raises Stopped, on every rank, after a signal to stop.
-        """
-        return self._loop.until_left(self._loop.steps(total))
-
-    def epochs(self, total: int, **tracked: Any) -> Iterator[int]:
-        """Yield epochs up to `total`, from the one in which the run stands; `tracked` is for ctx.track.
-
-        For a script's own loaders: in the body `for batch in ctx.batches(loader)` makes each batch a step, ctx.step,
-        after which a checkpoint or a stop may come; an attempt goes on with the next batch of the epoch. The lines
-        before it run again then, and what they change of tracked objects and random numbers is undone. Raises Stopped,
-        on every rank, after a signal to stop.
-        """
-        self._loop.check_first()
-        self.track(**tracked)
-        self._loop.call, self._tracked.position = "ctx.epochs", self._epochs
-        return self._loop.until_left(self._epochs.epochs(total))
-
-    def batches(self, *loaders: Any) -> Batches:
-        """The batches of a DataLoader of the script's own, in an epoch of ctx.epochs; of several, tuples.
-
-        They come as the loader makes them, this rank's, where it puts them. Its order, the random numbers of samplers,
-        datasets and workers go on in another attempt as they were, on as many ranks. `enumerate(ctx.batches(loader),
-        ctx.batch)` counts them in an epoch. Any other iterable of batches is read again up to where it stood.
-        """
-        return self._epochs.begin_batches(loaders)
+            raise UsageError(f"ctx.track(per_rank=...): expected {{name: object}}, found {type(per_rank).__name__}")
+        self._tracked.add(objects, per_rank or {})
 
     def values(self, **values: Any) -> Any:
-        """Plain values that are part of the checkpoint, as attributes: `state = ctx.values(best=0.0); state.best = 1`.
+        """Return plain values and tensors that are part of the checkpoint, as attributes. Before the loop, once.
 
-        Numbers, texts, None, and lists and dicts of such; given are those to begin with. Each rank has its own; on
-        another number of ranks all go on with rank 0's. Before the loop, once.
+        state = ctx.values(best=0.0)
+        state.best = 1.0
         """
-        if self._loop.has_begun:
-            raise UsageError(f"ctx.values comes before {self._loop.call}: what is made later, no attempt would restore")
-        if VALUES in self._tracked.own_objects:
-            raise UsageError("ctx.values is called once: give all values in one call")
-        found = Values(values)
-        self._tracked.add(VALUES, found, per_rank=True)
-        return found
+        if self._loop.call or self._values is not None:
+            raise UsageError("ctx.values comes before the loop, and once: give all values in one call")
+        self._values = Values(values)
+        self._tracked.add({}, {"values": self._values})
+        return self._values
 
-    @property
-    def batch(self) -> int:
-        """The number of the batch in its epoch, from 0; before its loop, that of the first to come."""
-        return self._epochs.batch
+    def steps(self, total: int, every: Every | None = None) -> Iterator[int]:
+        """Yield step numbers from where the run stands up to `total`; save and stop in between as needed.
 
-    def boundary(self, step: int, save: Callable[[Path], object] | None = None, *, total: int | None = None) -> None:
-        """Between two steps of a loop that is not jobkit's: `step` of them are done. All ranks call it together.
-
-        The first call is at the step where the run stands, ctx.step, before the next one: there this rank's random
-        numbers and what is tracked go on. Each later call saves and stops as ctx.steps does. `save(folder)` is called
-        on all ranks where a checkpoint is due, or a stop is agreed on: what the ranks write into `folder`, one for all
-        ranks of a disk, is in the checkpoint, whole or not at all; another attempt finds it as ctx.checkpoint. A
-        checkpoint holds what is tracked and each rank's random numbers besides. A call with the same step again looks
-        for a stop, as after an evaluation. `total` steps are shown as the aim.
-
-        Raises Stopped, on every rank, after a signal to stop, and UsageError where the first step is another.
+        `every={validate: 500}` calls functions, in order, at steps 0, 500 ... and once after the last. A dict that a
+        function returns is logged; the last one joins the result. Raises Stopped, on every rank, after a signal to
+        stop.
         """
-        self._loop.boundary(step, save, total)
+        return self._loop.steps(total, every or {})
+
+    def epochs(self, total: int, **objects: Any) -> Iterator[int]:
+        """Yield epochs from where the run stands up to `total`; `objects` are for ctx.track.
+
+        In the body, `for batch in ctx.batches(loader)` makes each batch a step. The lines before that loop run again
+        when an attempt continues within an epoch; what they change is undone. Raises Stopped as ctx.steps does.
+        """
+        self.track(**objects)
+        return self._epochs.epochs(total)
+
+    def batches(self, *loaders: Any) -> Batches:
+        """Return the batches of a DataLoader of the script's own, in an epoch of ctx.epochs; of several, tuples.
+
+        They come as the loader makes them, where it puts them. Its order and random numbers continue exactly in another
+        attempt on as many ranks. A stream is read again, or goes on from its state_dict where it, or its loader, has
+        one. An attempt within an epoch begins at its batch: `enumerate(ctx.batches(loader), ctx.batch)` numbers them.
+        """
+        return self._epochs.batches(loaders)
+
+    def boundary(
+        self,
+        step: int,
+        save: Callable[[Path], object] | None = None,
+        *,
+        total: int | None = None,
+        epoch: int = 0,
+        evaluates: bool = False,
+    ) -> None:
+        """Between two steps of a loop that is not jobkit's: `step` of them are done.
+
+        The first call is at the step where the run stands, ctx.step, before the next one. Each later call saves and
+        stops as ctx.steps does. `save(folder)` is called on all ranks where a checkpoint is written; another attempt
+        finds its files in ctx.checkpoint. `epoch`, from 0, tells `jobkit verify` where epochs end. `evaluates`: an
+        evaluation is part of the next step; a stop within it, at another call with this `step`, goes back to here.
+        Raises Stopped, and UsageError where steps go down, or go on beyond those of a verification.
+        """
+        step = int(step)
+        is_last = total is not None and step >= total
+        self._checkpoints.write_files = save
+        self._tracked.has_files = save is not None
+        if not self._loop.call:
+            if step != self.step:
+                raise UsageError(
+                    f"ctx.boundary({step}): the run stands at step {self.step}: load what ctx.checkpoint holds first, "
+                    f"and call ctx.boundary({self.step}) before the next step"
+                )
+            self._loop.begin("ctx.boundary", total)
+            if evaluates:
+                self._loop.hold()
+        elif step < self.step:
+            raise UsageError(f"ctx.boundary({step}): {self.step} steps are done; steps only go up")
+        elif (drill := self._loop.drill) is not None and step > drill.steps:
+            raise UsageError(
+                f"jobkit verify takes {drill.steps} steps, and this loop goes on: give the command a value with which "
+                f"it ends, as steps={drill.steps}, or write one under `verify: {{params: ...}}` of the YAML"
+            )
+        elif step > self.step:
+            self._loop.end_step(Boundary(step, epoch), is_last=is_last, due=evaluates)
+        else:
+            self._loop.look()
+        if is_last:
+            self._loop.end()
+        else:
+            self._loop.begin_step()
+
+    def _begin_loop(self) -> None:
+        """Before the first step: check that everything is tracked, and restore jobkit's own state last."""
+        made: list[tuple[str, Any]] = [
+            ("the model of ctx.parallelize", module)
+            for module in self._spread.modules
+            if any(parameter.requires_grad for parameter in module.parameters())
+        ]
+        made += [("the optimizer of ctx.optimizer", optimizer) for optimizer in self._spread.optimizers]
+        made += [("the loader of ctx.loader", loader) for loader in self._step.loaders]
+        self._tracked.check_made(made)
+        self._spread.check_optimizers(self._tracked.optimizers)
+        restored = self._checkpointer.restored
+        if self._step.scaler is not None:
+            self._tracked.add_own("scaler", self._step.scaler)
+        if self.world_size > 1:
+            self._tracked.add_own("gradient_order", self._spread.orders)
+        for number, compression in enumerate(self._spread.compressions):
+            self._tracked.add_own(f"compression{number}", compression)
+        self._tracked.add_own("gradients", PendingGradients(self._tracked))
+        if restored is None:
+            self._generators.begin()
+        self._tracked.add_own("epochs", self._epochs)
+        self._tracked.add_own("generators", self._generators)
+        restored = self._checkpointer.restored  # an older one, where reading jobkit's own entries found damage
+        self._loop.boundary = Boundary() if restored is None else self._checkpoints.begin_with(restored.manifest.extra)
+        if not self._epochs.restores_again:
+            self._tracked.check_names()
+        self._begin_reports(restored, Repeats(self._rank.page, self._before, self.step))
+
+    def _average_replicas(self, step: int, is_last: bool) -> None:
+        if is_last or step % self._rank.config.comm.local_sgd == 0:
+            self._spread.average(self._tracked.optimizers)
+            self._averaged_step = step
+
+    def _begin_reports(self, restored: Source | None, repeats: Repeats | None) -> None:
+        # In another run's checkpoint it is the place in that one's curves.
+        position = None if restored is None or self._is_start else restored.manifest.extra["tensorboard"]
+        self._reporter.begin(self.step, position, repeats)
+
+    def _restore_again(self) -> None:
+        """At the first batch within an epoch: undo what the lines before it changed."""
+        begun = self._checkpointer.restored
+        self._tracked.restore_again()
+        if self._checkpointer.restored is not begun:
+            raise JobkitError(
+                "a checkpoint could not be read again within an epoch; the next attempt begins with an older checkpoint"
+            )
+        self._tracked.check_names()
 
     # Logging
 
-    def log(self, values: Mapping[str, Any], *, step: int | None = None) -> None:
-        """Scalars for TensorBoard at the current step, rank 0's: numbers, or one-element tensors, not synchronised.
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Log numbers, or tensors of one element, to TensorBoard at the current step. Any rank may call it; rank 0's
+        are written.
 
-        `step` is another one, as that of a framework which counts from 1. None is left out. Raises UsageError, on every
-        rank, for what is not one number, as a DTensor whose parts the ranks have: log its full_tensor(), which all of
-        them call.
+        ctx.log({"train/loss": loss})
         """
-        self._reporter.log(values, step)
-        self._loop.see_logged(values)
+        for name, value in self._reporter.log(self.step, values).items():
+            if "loss" in name.rpartition("/")[2]:
+                self._health.see(self.step, value, self._sample_ids)
 
-    def log_image(self, tag: str, image: torch.Tensor) -> None:
-        """An image for TensorBoard at the current step: CHW, uint8 or float in [0, 1]."""
-        self._reporter.log_media("image", tag, image)
+    def log_image(self, tag: str, image: Tensor) -> None:
+        """Log an image [C, H, W] or [H, W], uint8 or float in [0, 1]."""
+        self._reporter.image(self.step, tag, image)
 
-    def log_video(self, tag: str, video: torch.Tensor) -> None:
-        """A short video for TensorBoard at the current step, as an animated GIF: uint8 [T, C, H, W], C of 1 or 3."""
-        self._reporter.log_media("video", tag, video)
-
-    def log_summary(self, summary: Any, *, step: int) -> None:
-        """What TensorBoard's own writer makes of anything, at a step: a `Summary`, as for a histogram or a figure."""
-        self._reporter.log_summary(step, summary)
+    def log_video(self, tag: str, video: Tensor) -> None:
+        """Log a short video [T, C, H, W], uint8 or float in [0, 1]."""
+        self._reporter.video(self.step, tag, video)
 
     def log_text(self, tag: str, text: str) -> None:
-        """A text for TensorBoard at the current step, which shows it as Markdown."""
-        self._reporter.log_media("text", tag, text)
+        """Log a text, which TensorBoard shows as Markdown."""
+        self._reporter.text(self.step, tag, text)
 
     # Evaluation
 
-    @overload
-    def evaluate(self, function: PerSample, dataset: Dataset[Any], *, batch_size: int, **options: Any) -> float: ...
+    def evaluate(self, function: Callable[[Any, Tensor], Any], dataset: Any, **options: Any) -> Any:
+        """Return the mean of `function(batch, ids)` over a dataset, each sample once, on every rank.
 
-    @overload
-    def evaluate(
-        self, function: Metrics, dataset: Dataset[Any], *, batch_size: int, **options: Any
-    ) -> dict[str, float]: ...
-
-    def evaluate(self, function: Any, dataset: Dataset[Any], *, batch_size: int, **options: Any) -> Any:
-        """The mean of `function(batch, ids)`, one value a sample, over the dataset; all ranks work, all get the same.
-
-        A function that returns several, {name: [n]}, has a mean for each name. Batches of `batch_size` samples go to
-        whichever rank is free. The training's random numbers are untouched, gradients are off. A signal to stop is
-        obeyed in here too, where that repeats nothing: before a step has drawn a batch or a random number. So evaluate
-        at the top of a step; the next attempt goes on with what has been computed.
+        `function` returns one value a sample, [n], or a dict of such. Which rank computes which batch is decided on the
+        way, and the result has the same bits on any number of ranks. Options: batch_size, collate_fn, num_workers.
         """
-        return means(self.evaluate_samples(function, dataset, batch_size=batch_size, **options))
+        return self._evaluator.evaluate(function, dataset, **options)
 
-    def evaluate_samples(
-        self, function: Callable[[Any, torch.Tensor], Scores], dataset: Dataset[Any], *, batch_size: int, **options: Any
-    ) -> Scores:
-        """What `evaluate` takes the mean of: float64 [len(dataset)] by sample number, on the CPU of every rank."""
-        scores = as_scores(function)
-        return self._mapped(scores, dataset, batch_size=batch_size, **options)  # type: ignore[no-any-return]
+    def evaluate_samples(self, function: Callable[[Any, Tensor], Any], dataset: Any, **options: Any) -> Any:
+        """Return the values of ctx.evaluate sample by sample, float64 [n], on every rank."""
+        return self._evaluator.evaluate_samples(function, dataset, **options)
 
     def map(
-        self,
-        function: Callable[[Any, torch.Tensor], Any],
-        items: Sized | int,
-        *,
-        batch_size: int = 1,
-        to: str = "all",
-        **options: Any,
+        self, function: Callable[[Any, Tensor], Any], inputs: Any, *, to: str | Path = "main", **options: Any
     ) -> Any:
-        """What `function(batch, ids)` returns for all items, in their order; all ranks work, as in `evaluate`.
+        """Return `function(batch, ids)` of all inputs, in their order; on rank 0, on `all` ranks, or in a folder.
 
-        `items` is a dataset, a sequence, or a number n for those from 0 to n - 1. `batch` is of up to `batch_size` of
-        them, collated and on the device, `ids` are their numbers, int64 [n]. For n items `function` returns a tensor
-        [n, ...], of one shape but for n, or a list of n objects that can be pickled (texts, tensors of any shapes), or
-        a dict or tuple of such; None stands for None for each. The result has the same form: tensors
-        [len(items), ...] on the CPU, lists of len(items).
-
-        `to="all"` returns it on every rank, `to="main"` on rank 0 alone, and None on the others; rank 0 then has it
-        twice until the step ends, for the case that a stop breaks off something else in it. Options, also those of
-        `evaluate`: `num_workers` processes load batches ahead, with DataLoader's `prefetch_factor`, `worker_init_fn`
-        and `multiprocessing_context`; `collate_fn` makes a batch of a list of items. What one rank's function raises is
-        raised on all.
+        In a folder each batch is a file, `batch_<number>.pt`; an attempt that continues computes the files that are
+        missing. Options: batch_size (1), collate_fn, num_workers.
         """
-        if to not in ("all", "main"):
-            raise UsageError(f"ctx.map(to=...): found {to!r}, allowed: 'all', 'main'")
-        given: Any = range(items) if isinstance(items, int) else items
-        if not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
-            raise UsageError(
-                f"ctx.map: found a {type(items).__name__} as items, expected a dataset or a sequence, "
-                "which has a length and numbered items, or how many there are: make a list of it"
-            )
-        return self._mapped(function, given, batch_size=batch_size, to_all=to == "all", **options)
-
-    def _mapped(self, function: Callable[[Any, torch.Tensor], Any], items: Any, **options: Any) -> Any:
-        with self._loop.unchanged_by(self._alike()):
-            found = self._evaluator.run(
-                function,
-                items,
-                step=self.step,
-                place=self._loop.where,
-                equal=self._tracked.replicas(),
-                may_stop=self._loop.may_stop_here,
-                stop_if_told=self._loop.stop_if_told,
-                **options,
-            )
-        for module in self._tracked.states.modules:
-            reshard(module)  # else a parameter that is frozen or changed now is the gathered one
-        self._loop.evaluated()
-        return found
-
-    @contextmanager
-    def _alike(self) -> Iterator[None]:
-        """All ranks have the same buffers, and what is drawn on any of a rank's devices is not the training's."""
-        with self._tracked.buffers.shared(self._tracked.replicas()), preserved_generators(*self._rank.devices):
-            yield
+        return self._evaluator.map(function, inputs, to=to, **options)
 
     # The end
 
-    def finish(self, result: Any = None) -> None:
-        """Export the weights, make them, the state and `result` (JSON) durable, record the end, and close.
+    def finish(self, result: Any = None) -> Any:
+        """End the run: write the last checkpoint and `final/`; returns the whole result. A script calls it once, at its
+        end; a training function returns its result instead.
 
-        All ranks together. A task's return does it; a script calls it.
+        Raises Stopped where a stop was swallowed, and CheckpointError where the last checkpoint cannot be written.
         """
-        self._epochs.leave()
-        self.ending.finish(result)
+        if self._loop.stopped is not None:
+            raise self._loop.stopped
+        results = self._checkpoints.results
+        if isinstance(result, Mapping) or (result is None and results):
+            result = {**results, **(result or {})}
+        if self._loop.call and self._tracked.entries:
+            self._loop.check_health()
+            if not self._loop.is_over:
+                self._loop.end()
+            self._rank.beat(self.step, Phase.ENDING)
+            if self._spread.drifts and self._averaged_step != self.step:
+                self._average_replicas(self.step, is_last=True)
+            self._spread.reshard()
+            # final/ first: an attempt that begins with the last checkpoint finds the result there (`is_done`).
+            modules = {name: value for name, value in self._tracked.objects.items() if isinstance(value, nn.Module)}
+            make_room = self._checkpointer.make_room
+            with ExitStack() as averages:
+                for value in self._tracked.objects.values():
+                    if isinstance(value, torch.optim.Optimizer):
+                        averages.enter_context(self._step.averaged(value))
+                write_final(self._rank.run, modules, result, self._ranks, self._rank.check_lease, make_room)
+            pending = self._checkpoints.stage(self._loop.boundary, is_last=True)
+            self._checkpoints.write(pending, wait=True)
+            self._checkpoints.offer_best(pending, self._loop.last_values)
+        if not self._loop.call:  # a program that only evaluates logs as well
+            self._begin_reports(self._checkpointer.restored, None)
+        self._loop.write_end(result)
+        self.result, self.is_finished = result, True
+        self.close()
+        return result
 
-    def end_loop(self, result: Callable[[], Any]) -> None:
-        """The loop of ctx.boundary is over: make a checkpoint of that, on all ranks together; the script may go on.
+    @property
+    def is_done(self) -> bool:
+        """True if the attempt before died after its last checkpoint: the lines after the loop would lack its values."""
+        restored = self._checkpointer.restored
+        is_last = restored is not None and not self._is_start and bool(restored.manifest.extra.get("is_last"))
+        return is_last and bool(self._ranks.broadcast((self._rank.run.final / "result.json").exists()))
 
-        Where it ends without an error, and without `finish`, the run is finished with what `result` returns then.
-        Where it is interrupted, as in an evaluation, another attempt begins with this checkpoint.
-        """
-        self.ending.end_loop(result)
+    def finish_again(self) -> Any:
+        """Return the result that the attempt before has left in `final/`, without another call of the function."""
+        file = self._rank.run.final / "result.json"
+        self.result = self._ranks.on_main(lambda: json.loads(file.read_text(encoding="utf-8")))
+        self.is_finished = True
+        self.close()
+        return self.result
+
+    def trace_locals_of(self, function: Callable[..., Any]) -> None:
+        """For `jobkit verify`: the function whose plain local values a trace may show."""
+        if self._loop.trace is not None:
+            self._loop.trace.function = getattr(function, "__code__", None)
+
+    @property
+    def stopped(self) -> Stopped | None:
+        """The stop of this attempt; None while there was none."""
+        return self._loop.stopped
+
+    def close(self) -> None:
+        """Write the last reports and wait for the last save; `finish` calls it."""
+        self._reporter.end_step(self.step)
+        self._reporter.close()
+        if self.is_finished:
+            self._reporter.finish(self.result)
+        self._checkpointer.close()
+        self._tracked.close()
+
+    def _sample_ids(self) -> list[int]:
+        """Return the ids of this rank's samples in the step under way."""
+        return [sample for loader in self._step.loaders for sample in loader.sample_ids] or self._epochs.sample_ids

@@ -1,4 +1,4 @@
-"""Which CPUs of its parent's a rank runs on."""
+"""The share of its agent's CPUs that a rank runs on: neighbouring cores, so that the ranks do not move about."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from pathlib import Path
 
 
 def take_share(local_rank: int, local_world_size: int) -> None:
-    """Run on this rank's share of the CPUs that the process may use, where somebody has given it some of them."""
-    if hasattr(os, "sched_setaffinity"):  # Linux
-        share = share_of(os.sched_getaffinity(0), os.cpu_count() or 1, local_rank, local_world_size, place_of)
-        if share:
-            os.sched_setaffinity(0, share)
+    """Bind this process to its share of the CPUs, if somebody (as Slurm) has bound the agent to some of them."""
+    share = share_of(os.sched_getaffinity(0), os.cpu_count() or 1, local_rank, local_world_size, place_of)
+    if share:
+        os.sched_setaffinity(0, share)
 
 
 def share_of(
     allowed: Collection[int], machine: int, local_rank: int, local_world_size: int, place: Callable[[int], object]
 ) -> list[int]:
-    """The CPUs of one of the ranks that divide those `allowed`; none where nobody has bound the process, or too few.
+    """The CPUs of one of the ranks that divide `allowed`; none if nobody has bound the process, or if they are too few.
 
-    `machine` is how many CPUs there are, `place` sorts them.
+    `machine` is the number of CPUs of the machine, `place` sorts them.
     """
     if len(allowed) >= machine or len(allowed) < local_world_size:
         return []
@@ -38,5 +37,5 @@ def place_of(cpu: int) -> tuple[int, int, int]:
 def _number(file: Path) -> int:
     try:
         return int(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # a container may hide it
         return 0

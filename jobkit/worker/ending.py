@@ -1,192 +1,146 @@
-"""How an attempt ends: finished, stopped, failed, or left by a script; and what is asked about it then."""
+"""How a rank ended: one recorder for all ways to run, which writes the rank's End as its last act.
+
+    program() --result or exception--> end_of() --> ends/<attempt>/<rank>.json + exit code --> supervisor
+
+A rank that is killed leaves no End, nor does a program that took the rank's place (`command:`): there the exit code of
+the process says it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch.distributed as dist
-
-from jobkit.checkpoint.writer import Checkpointer
-from jobkit.errors import UsageError
-from jobkit.group import RankGroup
+from jobkit.errors import (
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    EXIT_RESUMABLE,
+    CheckpointError,
+    InputError,
+    JobkitError,
+    LostLease,
+    Stopped,
+    UsageError,
+)
 from jobkit.log import log
-from jobkit.run.events import Event
-from jobkit.train.engine import Engine
-from jobkit.worker.advice import without_checkpoints
-from jobkit.worker.checkpointing import Checkpoints
-from jobkit.worker.evaluation import Evaluator
-from jobkit.worker.export import export
-from jobkit.worker.finish import retry_on_full_disk
-from jobkit.worker.loop import TrainingLoop
+from jobkit.run import records
+from jobkit.run.disk import is_full
+from jobkit.run.files import as_plain, is_there
+from jobkit.run.records import End
+from jobkit.run.slots import Phase
 from jobkit.worker.rank import Rank
-from jobkit.worker.reporter import RunReporter
-from jobkit.worker.results import numbers, to_json
-from jobkit.worker.stop import Stopped, StopSignals, kill_children
-from jobkit.worker.tracked_state import TrackedState
+
+MAX_TRACEBACK = 8000
+"""Characters that are kept: the journal and status.json hold them, and are read again and again."""
 
 
-class Ending:
-    """The end of one rank's attempt; `extra` is that of the manifest of the checkpoint it began with."""
-
-    def __init__(
-        self,
-        rank: Rank,
-        engine: Engine,
-        tracked: TrackedState,
-        loop: TrainingLoop,
-        checkpoints: Checkpoints,
-        checkpointer: Checkpointer,
-        evaluator: Evaluator,
-        reporter: RunReporter,
-        signals: StopSignals,
-        extra: Mapping[str, Any],
-    ) -> None:
-        self.is_closed = False
-        self.has_returned = "result" in extra
-        """Whether the checkpoint this attempt starts from was written after the training function had returned."""
-        self._earlier_result = extra.get("result")
-        self._last_result: Callable[[], Any] | None = None
-        """Of a script whose loop is over: what it is finished with where it ends by itself."""
-        self._rank, self._engine, self._tracked, self._loop = rank, engine, tracked, loop
-        self._checkpoints, self._checkpointer, self._evaluator = checkpoints, checkpointer, evaluator
-        self._reporter, self._signals = reporter, signals
-
-    def finish(self, result: Any = None) -> None:
-        """Export the weights, make them, the state and `result` (JSON) durable, record the end, and close."""
-        if self._rank.topology.world_size > 1 and not dist.is_initialized():
-            raise UsageError(
-                "the process group has gone: ctx.finish() comes before dist.destroy_process_group(), since all ranks "
-                "write the last checkpoint together"
-            )
-        in_loop = self._loop.has_begun
-        if not in_loop and self._rank.is_main and (self._engine.made_something or not self._evaluator.has_run):
-            log.info("%s", without_checkpoints())
-        result = to_json(result)
-        if in_loop:
-            self._loop.settle_losses()
-        self._retry(lambda: export(self._rank, self._engine, self._tracked))
-        self._log_result(result)
-        if in_loop:  # the result goes to the disk before the event: an attempt that dies between them is not repeated
-            self._retry(lambda: self._checkpoints.save(self._loop.place, wait=True, extra={"result": result}))
-        else:
-            self._reporter.mark_metrics()()
-        self._loop.end()
-        self._loop.report_progress()
-        self._record_finished(result)
-        self._say_finished(result)
-
-    def end_loop(self, result: Callable[[], Any]) -> None:
-        """The loop is over, and durable; the script may go on, and then the run is finished with `result()`."""
-        self._reporter.end_step(self._loop.step)
-        self._retry(self._loop.save_end)
-        self._loop.end()
-        self._loop.report_progress()
-        self._last_result = result
-
-    def _log_result(self, result: Any) -> None:
-        self._reporter.log(numbers(result))
-        self._reporter.log_session_end()
-        self._reporter.end_step(self._loop.step)
-
-    def _say_finished(self, result: Any) -> None:
-        at = f" at step {self._loop.step}" if self._loop.has_begun else ""
-        self._reporter.say(f"finished{at}{f': {result}' if result is not None else ''}")
-
-    def _record_finished(self, result: Any) -> None:
-        self._reporter.heartbeat.stopping = True  # nothing is left that a time limit could interrupt
-        self._reporter.record(Event.FINISHED, step=self._loop.step, result=result)
-        self._retry(self._reporter.write_journal)
-        self._reporter.finish_mirrors()
-        kill_children()
-        self.close()
-
-    def _retry(self, action: Callable[[], None]) -> None:
-        retry_on_full_disk(self._rank.group, self._signals, action)
-
-    # For the program around the training function
-
-    def finish_again(self) -> None:
-        """Record a result that an earlier attempt made durable, and died before it could record it; and close."""
-        self._record_finished(self._earlier_result)
-
-    @property
-    def ends_by_itself(self) -> bool:
-        """Whether the script may end without `finish`: its loop is over, and durable."""
-        return self._last_result is not None and not self.is_closed
-
-    def finish_by_itself(self) -> None:
-        """Finish a run whose loop is over: where the interpreter ends no checkpoint can be written any more."""
-        assert self._last_result is not None
-        result = to_json(self._last_result())
-        self._log_result(result)
-        self._reporter.mark_metrics()()
-        self._record_finished(result)
-        self._say_finished(result)
-
-    @property
-    def stopped(self) -> Stopped | None:
-        """What all ranks have left the loop by, together, if they have."""
-        return self._loop.stopped
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether there is, or was, a loop: one whose steps are seen and that stops."""
-        return self._loop.has_begun
-
-    @property
-    def is_evaluating(self) -> bool:
-        """Whether an evaluation is under way."""
-        return self._reporter.is_evaluating
-
-    @property
-    def loop_is_over(self) -> bool:
-        """Whether no step is left to do, as for a function without a loop."""
-        return not self._loop.has_begun or self._loop.is_over
-
-    @property
-    def durable_step(self) -> int | None:
-        """Step of the newest checkpoint on the disk."""
-        return self._checkpoints.durable_step
-
-    def position(self) -> tuple[int | None, list[int]]:
-        """(the step under way, None outside the loop; ids of the samples that this rank's loaders handed out last)."""
-        samples = [sample for loader in self._engine.loaders for sample in loader.current_samples()]
-        return (self._loop.step if self._loop.is_in_step else self._loop.left_in), samples
-
-    def wait_for_checkpoint(self, seconds: float | None = None) -> None:
-        """The training has ended: give a checkpoint that is being written so long to become durable, for ever where
-        None."""
-        self._reporter.heartbeat.end()
-        self._checkpoints.wait(seconds)
-
-    def close_reports(self) -> None:
-        """Write what was logged; without the other ranks, which may be gone."""
-        self._reporter.close()
-
-    def record_end(self, event: Event, **fields: Any) -> None:
-        """Journal how a script ended without `finish`, on rank 0; without the other ranks, which may be gone."""
-        self._reporter.record(event, **fields)
-        retry_on_full_disk(RankGroup.alone(), self._signals, self._reporter.write_journal)
-
-    def close(self) -> None:
-        """Finish what is being written, on all ranks together, and leave the process group."""
-        self.is_closed = True
-        self._checkpointer.close()
-        self._reporter.close()
-        if dist.is_initialized():
-            self._rank.group.barrier()  # rank 0 holds the store: it leaves with the others, not before
-            if self._rank.owns_process_group:
-                dist.destroy_process_group()
-                _let_it_be_destroyed_again()
+def run_recorded(rank: Rank, program: Callable[[], Any]) -> int:
+    """Run a rank's program, write its End, print its error, and return its exit code."""
+    return recorded(rank, program)[0]
 
 
-def _let_it_be_destroyed_again() -> None:
-    """The last line of most scripts destroys a process group that they took for theirs."""
-    destroy = dist.destroy_process_group
+def recorded(rank: Rank, program: Callable[[], Any]) -> tuple[int, End | None]:
+    """The same, and the End; None where another attempt has taken the run over."""
+    result: Any = None
+    error: BaseException | None = None
+    try:
+        result = program()
+    except LostLease as lost:
+        log.warning("%s", lost)
+        return EXIT_RESUMABLE, None
+    except BaseException as raised:
+        error = raised
+    end = end_of(rank, error, result)
+    record(rank, end)
+    if end.kind == "failed" and error is not None:
+        _print(error)
+    if end.kind == "stopped" or end.disk:  # the End may not have fit on the disk: the exit code says it too
+        return EXIT_RESUMABLE, end
+    code = error.code if isinstance(error, SystemExit) else EXIT_FAILED
+    return EXIT_FINISHED if end.kind == "finished" else code if isinstance(code, int) else EXIT_FAILED, end
 
-    def destroy_if_there(group: dist.ProcessGroup | None = None) -> None:
-        if group is not None or dist.is_initialized():
-            destroy(group)
 
-    dist.destroy_process_group = destroy_if_there
+def record(rank: Rank, end: End) -> None:
+    """Write a rank's End; a full disk is no reason to end in another way."""
+    try:
+        rank.run.ends_folder(rank.attempt).mkdir(parents=True, exist_ok=True)
+        records.write(rank.run.end_file(rank.attempt, rank.rank), end)
+    except OSError as problem:
+        log.warning("the end of this rank could not be written down: %s", problem)
+
+
+def end_of(rank: Rank, error: BaseException | None, result: Any) -> End:
+    """The End of a rank whose program returned `result`, or raised `error`."""
+    beat = rank.page.read()
+    facts: dict[str, Any] = {
+        "rank": rank.rank,
+        "attempt": rank.attempt,
+        "time": time.time(),
+        "step": beat.step if beat.step >= 0 else None,
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "node": os.environ.get("SLURMD_NODENAME"),
+        "seen": _seen(rank),
+    }
+    # A stop may have been swallowed, by a `finally: return` or an `except BaseException`: it is a stop nevertheless.
+    if (error is None and beat.phase is Phase.SAVING) or any(isinstance(item, Stopped) for item in _chain(error)):
+        return End(kind="stopped", **facts)
+    if isinstance(error, SystemExit) and error.code == EXIT_RESUMABLE:
+        return End(kind="stopped", **facts)
+    if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+        is_shown = rank.rank == 0 and isinstance(result, dict)
+        return End(kind="finished", result=as_plain(result) if is_shown else None, **facts)
+    return End(
+        kind="failed",
+        error=f"{type(error).__name__}: {error}".rstrip(": "),
+        traceback=None if _is_said(error) else "".join(traceback.format_exception(error))[-MAX_TRACEBACK:],
+        final=isinstance(error, (UsageError, InputError, CheckpointError)) or getattr(error, "final", False),
+        out_of_memory=out_of_memory(error),
+        samples=getattr(error, "samples", None),
+        disk=is_full(error),
+        **facts,
+    )
+
+
+def out_of_memory(error: BaseException) -> str | None:
+    """`host` or `GPU`, whichever was too small; None if memory is not the error. torch is not imported for it."""
+    for kind in type(error).__mro__:
+        if kind.__name__ == "OutOfMemoryError" and kind.__module__.startswith("torch"):
+            return "GPU"
+    # torch's allocator on the CPU raises a plain RuntimeError.
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error):
+        return "host"
+    return None
+
+
+def _seen(rank: Rank) -> list[int]:
+    """The ranks whose End lies there already: the error of this rank may only be a consequence of theirs."""
+    folder = rank.run.ends_folder(rank.attempt)
+    names = [file.stem for file in folder.glob("*.json")] if is_there(folder) else []
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception and the exceptions that led to it."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _is_said(error: BaseException) -> bool:
+    """Return whether the error's own words are all that a user needs."""
+    return isinstance(error, (JobkitError, SystemExit))
+
+
+def _print(error: BaseException) -> None:
+    """Show an error in the rank's log: a user's mistake in a line, a bug with its traceback."""
+    if _is_said(error):
+        print(f"error: {error}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)

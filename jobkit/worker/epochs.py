@@ -1,335 +1,239 @@
-"""ctx.epochs and ctx.batches: a script's own loop over its own loaders, each batch a step."""
+"""ctx.epochs and ctx.batches: loops over a script's own loaders, exact in the middle of an epoch.
+
+    for epoch in ctx.epochs(3, model=model, optimizer=optimizer):      # lines before the batches run again, under the
+        for batch in ctx.batches(loader): ...                          # generators of the epoch's top; then everything
+                                                                       # is restored once more, at the first batch
+
+A boundary comes once the next batch is known to exist; the boundary of the last batch waits for the epoch's end.
+"""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import suppress
-from types import FrameType
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch.utils.data import DistributedSampler
+import torch
+from torch.utils.data import IterableDataset
+from torch.utils.data.distributed import DistributedSampler
 
-from jobkit.checkpoint.reader import RestoredCheckpoint
-from jobkit.checkpoint.state import rng_state, set_rng_state
-from jobkit.errors import CheckpointError, UsageError
+from jobkit.errors import UsageError
 from jobkit.log import log
-from jobkit.train.data import Loader
-from jobkit.train.known_loaders import KnownLoaders
-from jobkit.train.loader_pass import LoaderPass
-from jobkit.train.tracked_generator import TrackedGenerator
-from jobkit.worker.caller import CallerLoop, frame_of_script
-from jobkit.worker.forgotten import ForgottenValues, frames_around, is_used_after
-from jobkit.worker.loop import TrainingLoop
-from jobkit.worker.rank import Rank
-from jobkit.worker.state_names import EPOCHS
-from jobkit.worker.tracked_state import TrackedState
+from jobkit.train.foreign_loader import Form, Pass, draw_base, form_of
+from jobkit.train.seeds import generator_state, load_generator_state
+from jobkit.worker.checkpoints import Boundary
+from jobkit.worker.loop import Loop
 
-_LOOK_AFTER = (1, 5)
-"""Batches of a pass after which the script's variables are compared: some change in each, some seldom."""
+_END = object()
 
 
 class Epochs:
-    """Where one rank stands in its epochs. `restored` is the checkpoint that the attempt begins with."""
-
-    def __init__(
-        self, rank: Rank, loop: TrainingLoop, tracked: TrackedState, restored: RestoredCheckpoint | None
-    ) -> None:
-        self.epoch = 0
-        self.batch = 0
-        """Batches handed out in the newest ctx.batches of the epoch."""
-        self._rank, self._loop, self._tracked = rank, loop, tracked
-        self._call = 0
-        """Of ctx.batches in this epoch: those before it are done."""
-        self._calls = 0
-        """How many the script has made in this epoch, in this attempt."""
-        self._passes: list[LoaderPass] = []
-        """Those under way."""
-        self._open: weakref.ref[Generator[Any, None, None]] | None = None
-        """The batches of the newest ctx.batches, as long as the script holds them."""
-        self._batch_is_open = False
-        """Whether a batch was handed out whose step has not ended."""
-        self._total = 0
-        self._lengths: dict[int, int] = {}
-        self._top: dict[str, Any] = {}
-        """The random numbers that the epoch began with."""
-        self._top_workers: list[Any] = []
-        """The workers that were kept from the epochs before."""
-        self._loaders: dict[int, KnownLoaders] = {}
-        self._sampler_epochs: dict[int, list[int]] = {}
-        self._has_told_order = self._has_told_lost = False
-        self._told: set[str] = set()
-        """The variables of which was said that no checkpoint has them."""
-        self._resume: _Resume | None = None
-        if restored is not None and EPOCHS in restored.manifest.extra:
-            self._continue(restored)
-
-    def _continue(self, restored: RestoredCheckpoint) -> None:
-        now, before = self._rank.topology.world_size, restored.manifest.world_size
-        known = restored.manifest.extra[EPOCHS]
-        if before == now and restored.local is not None and EPOCHS in restored.local:
-            known = restored.local[EPOCHS]
-        self.epoch, self._call = known["epoch"], known["call"]
-        self._loaders = {int(call): KnownLoaders(of_one) for call, of_one in known.get("loaders", {}).items()}
-        taken = known["batch"] if before == now else known["batch"] * before // now
-        passes = known.get("passes") or [{"taken": taken}]
-        if taken or self._call:
-            self._resume = _Resume(restored, self._call, taken, passes, known.get("top"), known.get("top_workers", ()))
-        if before != now and self._rank.is_main:
-            log.info(
-                "the checkpoint was written by %d rank(s), and %d are here: epoch %d goes on after %d batches of each "
-                "rank. With a DistributedSampler and set_epoch the samples are those that are left, but for up to a "
-                "batch; where the order comes from random numbers, some come twice in this epoch and others not",
-                before,
-                now,
-                self.epoch,
-                taken,
-            )
-
-    def state(self) -> dict[str, Any]:
-        """This rank's own part of the checkpoint."""
-        is_mid = bool(self._passes)
-        return {
-            **self.entry(),
-            "passes": [one.state() for one in self._passes] if is_mid else [],
-            "top": self._top if is_mid or self._call else {},
-            "top_workers": self._top_workers,
-            "loaders": {
-                call: known.state(is_between=not is_mid or call != self._call) for call, known in self._loaders.items()
-            },
-        }
-
-    def entry(self) -> dict[str, Any]:
-        """What the manifest has of it."""
-        return {"epoch": self.epoch, "call": self._call, "batch": self._passes[0].taken if self._passes else 0}
-
-    # The epochs
-
-    def epochs(self, total: int) -> Iterator[int]:
-        """Yield epochs up to `total`, from the one in which the run stands."""
-        self._total = total
-        self._loop.check_left(self.epoch, total)
-        self._loop.begin(None)
-        first = self.epoch
-        variables = self._variables_of(frames_around(frame_of_script()))
-        for epoch in range(first, total):
-            for seen in variables if epoch > first else ():
-                seen.tell(self._told, "an attempt that goes on in a later epoch begins with what was before them")
-            self._calls, self.batch = 0, 0
-            devices = self._rank.devices
-            if self._resume is not None:
-                if self._resume.top:
-                    set_rng_state(self._resume.top, *devices)  # what is drawn before the loader, is drawn again
-                    self._tracked.kept_workers.continue_from(self._resume.top_workers)
-                self._resume.fingerprint = self._loop.fingerprint()
-            self._top, self._top_workers = rng_state(*devices), self._tracked.kept_workers.state()
-            self._loop.begin_step()
-            yield epoch
-            self._end_open_batch()
-            if self._open is not None and (run := self._open()) is not None:
-                run.close()  # one that is read by next() may not have been asked for its end
-            if self._resume is not None:
-                raise CheckpointError(
-                    f"epoch {epoch} was left in its ctx.batches number {self._resume.call + 1}, which the code no "
-                    "longer calls: undo that, or submit with --fresh"
-                )
-            self.epoch, self._call, self._loop.is_held = epoch + 1, 0, False
-            if self._calls == 0:
-                self._tell_whole_epochs(epoch == first)
-                self._loop.end_step()
-            else:
-                self._loop.end_epoch(is_last=epoch + 1 == total)
-        self._loop.end()
-
-    def _variables_of(self, frames: list[FrameType]) -> list[ForgottenValues]:
-        is_main, tracked = self._rank.is_main, self._tracked.all_objects
-        return [ForgottenValues(frame, tracked) for frame in frames] if is_main else []
-
-    def _tell_whole_epochs(self, is_first: bool) -> None:
-        if is_first and self._rank.is_main:
-            log.info(
-                "an epoch is one step here, and a stop waits for its end: `for batch in ctx.batches(loader)` makes "
-                "each batch one"
-            )
-
-    # The batches
-
-    def begin_batches(self, loaders: tuple[Any, ...]) -> Batches:
-        """What ctx.batches returns."""
-        if not self._loop.has_begun or self._loop.is_over:
-            raise UsageError("ctx.batches belongs into `for epoch in ctx.epochs(n, model=model, ...):`")
-        if not loaders:
-            raise UsageError("ctx.batches needs a loader, as in ctx.batches(train_loader)")
-        for loader in loaders:
-            if isinstance(loader, Loader):
-                raise UsageError("ctx.batches: a loader of ctx.loader has no end: take `for step in ctx.steps(n)`")
-            if isinstance(loader, Iterator):
-                raise UsageError(
-                    f"ctx.batches: a {type(loader).__name__} can be read once only, and not again in another attempt: "
-                    "give what it was made of, as the DataLoader"
-                )
-        self._end_open_batch()
-        if self._passes:
-            raise UsageError("ctx.batches within ctx.batches: for two loaders at once, ctx.batches(one, other)")
-        place = CallerLoop(frame_of_script())
-        if (counting := place.counting_around) is not None:
-            raise UsageError(f"{place.where}: {counting}")
-        if place.gathers:
-            raise UsageError(
-                f"{place.where}: ctx.batches in a comprehension: what it has gathered is lost when an epoch is "
-                "continued in its middle. Write a `for` loop, and gather into ctx.values or a tracked object"
-            )
-        call, self._calls = self._calls, self._calls + 1
-        if self._loop.is_held:
-            self._tell_lost_variables()
-        with suppress(TypeError):  # a stream has no length
-            self._lengths[call] = min(len(loader) for loader in loaders)
-            self._loop.shown_total = self._total * sum(self._lengths.values())
-        resume = self._resume
-        if resume is not None and call < resume.call:
-            self.batch = 0
-            if call + 1 == resume.call and resume.taken == 0:
-                self._end_resume(resume)
-            return Batches(lambda: iter(()), loaders)
-        self.batch = 0 if resume is None else resume.taken
-        return Batches(lambda: self._opened(self._run(call, loaders)), loaders)
-
-    def _opened(self, run: Generator[Any, None, None]) -> Iterator[Any]:
-        self._open = weakref.ref(run)
-        return run
-
-    def _run(self, number: int, loaders: tuple[Any, ...]) -> Generator[Any, None, None]:
-        """The batches of one ctx.batches call."""
-        frame = frame_of_script()
-        place = CallerLoop(frame)
-        if place.counting is not None:
-            raise UsageError(f"{place.where}: {place.counting}")
-        frames = frames_around(frame)
-        loops = [CallerLoop(one) for one in frames]
-        variables = self._variables_of(frames)
-        self._loop.is_held = False
-        resume, self._resume = self._resume, None
-        known = self._loaders.get(number)
-        if resume is not None:
-            self._end_resume(resume)
-        if known is None:
-            known = self._loaders[number] = KnownLoaders()
-        tracked = [one.generator for one in self._tracked.all_objects() if isinstance(one, TrackedGenerator)]
-        draws = known.begin(loaders, is_continued=resume is not None, tracked=tracked)
-        self._tell_same_order(number, loaders)
-        states: list[Any] = list(resume.passes) if resume is not None else [None] * len(loaders)
-        if len(states) != len(loaders):
-            raise CheckpointError(f"ctx.batches: the checkpoint has {len(states)} loader(s) here, {len(loaders)} are")
-        self._call = number
-        self._passes = [
-            LoaderPass(loader, state, draws=kept) for loader, state, kept in zip(loaders, states, draws, strict=True)
-        ]
-        rounds = 0
-        try:
-            while True:
-                try:
-                    batches = [next(one) for one in self._passes]
-                except StopIteration:
-                    break
-                self.batch = self._passes[0].taken - 1
-                self._loop.begin_step()
-                self._batch_is_open = True
-                yield batches[0] if len(batches) == 1 else tuple(batches)
-                self._batch_is_open = False
-                self.batch = self._passes[0].taken
-                self._loop.end_step(stays=self._is_last(loaders))
-                rounds += 1
-                for seen in variables if rounds in _LOOK_AFTER else ():
-                    seen.tell(self._told, "an attempt that goes on here begins with what the lines above set")
-        finally:
-            self._call, self._passes = number + 1, []
-        tracked_now = self._tracked.all_objects()
-        self._loop.is_held = any(is_used_after(loop, one, tracked_now) for loop, one in zip(loops, frames, strict=True))
-        self._loop.begin_step()  # what follows the last batch
-
-    def _is_last(self, loaders: tuple[Any, ...]) -> bool:
-        """Whether no batch is left: what follows may need what the script's loop has set, and is to run with it."""
-        with suppress(TypeError):
-            return self.batch >= min(len(loader) for loader in loaders)
-        return False
-
-    def _tell_lost_variables(self) -> None:
-        if self._rank.is_main and not self._has_told_lost:
-            self._has_told_lost = True
-            log.warning(
-                "epoch %d has several loops of ctx.batches, and what the first has set is used after it: an attempt "
-                "that goes on in a later one does not have it, and may fail there; keep it in ctx.values, or make one "
-                "loop of them: ctx.batches(one, other)",
-                self.epoch,
-            )
-
-    def leave(self) -> None:
-        """The loops have been left for good, maybe in the middle of a batch, which counts: for the end of the run."""
-        if self._batch_is_open:
-            self._batch_is_open = False
-            self._loop.count_step()
-
-    def _tell_same_order(self, number: int, loaders: tuple[Any, ...]) -> None:
-        """Say once that a DistributedSampler was not told the epoch: as without jobkit, its order is the same then."""
-        samplers: list[Any] = [getattr(loader, "sampler", None) for loader in loaders]
-        epochs = [one.epoch for one in samplers if _shuffles(one)]
-        if epochs and epochs == self._sampler_epochs.get(number) and self._rank.is_main and not self._has_told_order:
-            self._has_told_order = True
-            log.warning(
-                "the DistributedSampler's epoch is %d in epoch %d, as in the one before: every epoch has the same "
-                "order; call loader.sampler.set_epoch(epoch) before ctx.batches(loader)",
-                epochs[0],
-                self.epoch,
-            )
-        self._sampler_epochs[number] = epochs
-
-    def _end_open_batch(self) -> None:
-        """The step of a batch that the loop was left in, by `break`; what follows the loop may have run by now."""
-        if self._batch_is_open:
-            self._batch_is_open = False
-            self._loop.end_step(stays=True)
-
-    def _end_resume(self, resume: _Resume) -> None:
-        """From here on it goes on where it stood: what it has done since the top of the epoch, it had done before."""
-        self._resume = None
-        self._loop.restore_again(resume.restored, resume.fingerprint)
-
-
-class Batches:
-    """The batches of loaders, each a step."""
-
-    def __init__(self, run: Callable[[], Iterator[Any]], loaders: tuple[Any, ...]) -> None:
-        self._run, self._loaders = run, loaders
-        self._has_run = False
-
-    def __iter__(self) -> Iterator[Any]:
-        if self._has_run:
-            raise UsageError("ctx.batches is called for each pass over the loader: one was made already")
-        self._has_run = True
-        return self._run()
-
-    def __len__(self) -> int:
-        """Batches of the whole pass, as the loader's length."""
-        return min(len(loader) for loader in self._loaders)
-
-
-class _Resume:
-    """The middle of an epoch, in which an attempt begins."""
+    """The epochs of one rank, and their place as a part of the checkpoint."""
 
     def __init__(
         self,
-        restored: RestoredCheckpoint,
-        call: int,
-        taken: int,
-        passes: list[Mapping[str, Any]],
-        top: Mapping[str, Any] | None,
-        top_workers: Sequence[Any],
+        loop: Loop,
+        restore_again: Callable[[], None],
+        devices: tuple[torch.device, ...],
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
-        self.restored, self.call, self.taken, self.passes, self.top = restored, call, taken, passes, top
-        self.top_workers = top_workers
-        self.fingerprint: Any = None
-        """Of the state at the top of the epoch."""
+        self._loop, self._restore_again, self._devices = loop, restore_again, devices
+        self._rank, self._world_size = rank, world_size
+        self._total = 0
+        self._top: Any = None
+        """The generators at the top of the epoch."""
+        self._bases: list[list[int]] = []
+        """Of each pass in the epoch so far, of each of its loaders: the number that it was drawn from."""
+        self._forms: dict[int, list[Form]] = {}
+        """Of each pass, of each of its loaders: what the code may change between two attempts."""
+        self._passes: list[Pass] = []
+        """The pass under way: one for each loader."""
+        self._resumed: Mapping[str, Any] | None = None
+        """The state that the attempt begins with, until the pass that was under way goes on."""
+        self._forms_before: dict[int, list[Form]] = {}
+        """Of passes that this attempt has not begun yet."""
+        self._number = 0
+        """Passes in the epoch that have begun."""
+        self._is_held = False
+        """True where a step is done whose boundary has not come."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._resumed is not None:
+            return dict(self._resumed)
+        return {
+            "world_size": self._world_size,
+            "bases": self._bases,
+            "forms": {number: [tuple(form) for form in forms] for number, forms in self._forms.items()},
+            "passes": [part.state_dict() for part in self._passes] if self._bases else [],
+            "top": self._top,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._top, self._bases = state["top"], state["bases"]
+        self._forms = {number: [Form(*form) for form in forms] for number, forms in state["forms"].items()}
+        self._forms_before = dict(self._forms)
+        self._resumed = state if state["bases"] else None
+
+    @property
+    def restores_again(self) -> bool:
+        """True if the attempt begins within an epoch: everything is restored once more at the first batch."""
+        return self._resumed is not None
+
+    @property
+    def batch(self) -> int:
+        return self._loop.boundary.batch
+
+    @property
+    def sample_ids(self) -> list[int]:
+        """The ids of this rank's samples in the batch under way."""
+        after = not self._loop.is_in_step
+        return [sample for part in self._passes for sample in part.ids(max(0, part.taken - after))]
+
+    def epochs(self, total: int) -> Iterator[int]:
+        loop = self._loop
+        loop.begin("ctx.epochs", None)
+        self._total = total
+        while loop.boundary.epoch < total and not self._is_at_end:
+            if self._resumed is not None:
+                load_generator_state(self._resumed["top"], *self._devices)
+            self._top = generator_state(*self._devices)
+            self._bases, self._number = [], 0
+            try:
+                yield loop.boundary.epoch
+            except GeneratorExit:
+                loop.leave(Boundary(loop.boundary.step + self._is_held, loop.boundary.epoch))
+                raise
+            self._end_epoch()
+        loop.end()
+
+    @property
+    def _is_at_end(self) -> bool:
+        """True where the run of a verification has taken its steps."""
+        drill = self._loop.drill
+        return drill is not None and self._loop.boundary.step >= drill.steps
+
+    def _end_epoch(self) -> None:
+        loop = self._loop
+        if self._resumed is not None:
+            raise UsageError("the run continues within an epoch, and its body called no ctx.batches")
+        epoch = loop.boundary.epoch + 1
+        self._bases, self._passes, self._top = [], [], None
+        step = loop.boundary.step + self._is_held
+        self._is_held = False
+        at_end = loop.drill is not None and step >= loop.drill.steps
+        loop.end_step(Boundary(step, epoch), is_last=epoch == self._total or at_end)
+
+    def batches(self, loaders: Sequence[Any]) -> Batches:
+        """Return the batches of a pass. Raises UsageError outside ctx.epochs."""
+        if self._loop.call != "ctx.epochs" or self._loop.is_over:
+            raise UsageError("ctx.batches: call it in the body of `for epoch in ctx.epochs(n, model=..., ...)`")
+        if not loaders:
+            raise UsageError("ctx.batches: give it a DataLoader")
+        return Batches(self, loaders)
+
+    def run(self, loaders: Sequence[Any]) -> Iterator[Any]:
+        """Yield the batches of a pass, from where the run stands."""
+        number, self._number = self._number, self._number + 1
+        resumed = self._resumed
+        if resumed is not None and number < len(resumed["bases"]) - 1:
+            self._bases.append(resumed["bases"][number])
+            return  # a pass that was done before the checkpoint
+        forms = [form_of(loader) for loader in loaders]
+        before = self._forms_before.pop(number, forms)
+        if len(before) != len(loaders):
+            raise UsageError(f"ctx.batches: the checkpoint's pass is over {len(before)} loader(s), not {len(loaders)}")
+        states: list[dict[str, Any] | None] = [None] * len(loaders)
+        if resumed is None:
+            self._bases.append([draw_base() for _ in loaders])
+        else:
+            states = [self._continued(*each) for each in zip(loaders, before, forms, resumed["passes"], strict=True)]
+            self._bases.append(resumed["bases"][number])
+        self._say_changes(before, forms, states)
+        passes = [Pass(*each) for each in zip(loaders, self._bases[-1], states, strict=True)]
+        self._forms[number] = forms
+        if resumed is not None:
+            # The lines before ctx.batches, and the loader's first draws, have changed what was restored.
+            kept = self._bases, self._forms, self._forms_before
+            self._restore_again()
+            self._resumed = None
+            self._bases, self._forms, self._forms_before = kept
+        self._passes = passes
+        lengths = [length for part in passes if (length := part.batches_left()) is not None]
+        if lengths and self._loop.boundary.epoch + 1 == self._total:  # the loop saves one step before its end
+            self._loop.total = self._loop.boundary.step + self._is_held + max(0, min(lengths))
+        yield from self._each(loaders)
+
+    def _continued(self, loader: Any, before: Form, now: Form, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return where a pass goes on: after as many samples, where the batch size or the number of ranks is another.
+
+        DistributedSampler deals samples out in turn: half as many ranks have done twice as many each.
+        """
+        assert self._resumed is not None
+        ranks, was_dealt = self._resumed["world_size"], isinstance(getattr(loader, "sampler", None), DistributedSampler)
+        if ranks != self._world_size and not was_dealt and self._rank == 0:
+            log.warning("the epoch goes on with %d instead of %d ranks: inexactly", self._world_size, ranks)
+        is_equal = before.batch_size == now.batch_size and (ranks == self._world_size or not was_dealt)
+        if is_equal or before.batch_size is None or now.batch_size is None:
+            return dict(state)
+        done = state["skipped"] + state["taken"] * before.batch_size
+        if was_dealt:
+            done = done * ranks // self._world_size
+        if isinstance(getattr(loader, "dataset", None), IterableDataset):
+            return {**state, "taken": done // now.batch_size, "skipped": 0, "stream": None}
+        return {**state, "taken": 0, "skipped": done}
+
+    def _say_changes(self, before: Sequence[Form], now: Sequence[Form], states: Sequence[Any]) -> None:
+        """Warn on rank 0 of what the code has changed since the attempt before."""
+        for old, new, state in zip(before, now, states, strict=True):
+            done = 0 if state is None else state["skipped"] + state["taken"] * (new.batch_size or 1)
+            consequence = f"the epoch goes on after {done} samples of each rank" if done else "it counts from here on"
+            for what, was, is_now in zip(("batch size", "number of samples"), old, new, strict=True):
+                if was != is_now and self._rank == 0:
+                    words = "the %s of ctx.batches was %s, and is %s now: %s"
+                    log.warning(words, what, was, is_now, consequence)
+
+    def _each(self, loaders: Sequence[Any]) -> Iterator[Any]:
+        loop = self._loop
+        iterators = [iter(part) for part in self._passes]
+        batch = self._next(iterators)
+        first_of_pass = True
+        while batch is not _END:
+            if self._is_held and first_of_pass:  # the last batch of the pass before had no boundary yet
+                self._end_step()
+            first_of_pass = False
+            loop.begin_step()
+            self._is_held = True
+            yield batch[0] if len(loaders) == 1 else batch
+            for part in self._passes:
+                part.taken += 1
+            loop.own_time.begin(is_step=False)
+            batch = self._next(iterators)
+            loop.own_time.ends()
+            if batch is not _END:
+                self._end_step()
+
+    def _end_step(self) -> None:
+        boundary = self._loop.boundary
+        self._is_held = False
+        self._loop.end_step(Boundary(boundary.step + 1, boundary.epoch, boundary.batch + 1))
+
+    def _next(self, iterators: Sequence[Iterator[Any]]) -> Any:
+        """Return the next batch of each loader, as a tuple; _END where one of them has no more."""
+        drill, done = self._loop.drill, self._loop.boundary.step + self._is_held
+        if drill is not None and (done >= drill.steps or (drill.shorten and self._passes[0].taken >= drill.shorten)):
+            return _END
+        batches = [next(iterator, _END) for iterator in iterators]
+        return _END if any(batch is _END for batch in batches) else tuple(batches)
 
 
-def _shuffles(sampler: Any) -> bool:
-    return isinstance(sampler, DistributedSampler) and sampler.shuffle
+class Batches:
+    """The batches of ctx.batches: an iterable with the length of its shortest loader."""
+
+    def __init__(self, epochs: Epochs, loaders: Sequence[Any]) -> None:
+        self._epochs, self._loaders = epochs, loaders
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._epochs.run(self._loaders)
+
+    def __len__(self) -> int:
+        return min(len(loader) for loader in self._loaders)

@@ -1,290 +1,174 @@
-"""Evaluations of a run: who computes which batch, how far it is, and what is kept of one that is broken off."""
+"""ctx.evaluate, ctx.evaluate_samples and ctx.map: a function of every sample, over all ranks.
+
+    dataset --HandOut over all ranks--> function(batch, ids) --gather--> values in the order of the samples
+
+An evaluation that is interrupted is done again as a whole by the next attempt; of a map into a folder the files stay
+that are complete. train/evaluate.py has the pure parts.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import os
-import pickle
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing, nullcontext, suppress
+import io
+import json
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map
 
-from jobkit.log import log
-from jobkit.run.events import Event
-from jobkit.run.files import foreign_owner, read_fresh, replacing
-from jobkit.train.batches import DynamicBatches, HandOut, LockstepBatches
-from jobkit.train.ddp_buffers import independent_forwards
-from jobkit.train.evaluate import computed
-from jobkit.train.kept_attributes import checksum
-from jobkit.train.outputs import Outputs
-from jobkit.train.parallel import Parallel
-from jobkit.worker.called import called
-from jobkit.worker.lease import holds_lease
+from jobkit.errors import UsageError
+from jobkit.run.files import write_atomic, write_json
+from jobkit.train.evaluate import Batches, HandOut, PerSample, Rounds, as_values, computed, in_order, mean
+from jobkit.train.spread import Spread, independent_forwards
+from jobkit.worker.loop import Loop
 from jobkit.worker.rank import Rank
-from jobkit.worker.rendezvous import shared_store
-from jobkit.worker.reporter import RunReporter
-from jobkit.worker.stop import Stopped, StopSignals
-
-BEFORE_LOOP, IN_STEP, AFTER_LOOP = PLACES = ("before the loop", "in the step", "after the loop")
-"""Where a step's evaluations are made, in the order in which a run comes there; the last is after the last step, before
-which the newest checkpoint was written."""
+from jobkit.worker.reporter import Reporter
+from jobkit.worker.tracked import Tracked
 
 
 class Evaluator:
-    """One rank's evaluations; what is known when one of them is stopped is kept for the next attempt.
+    """The evaluations of one rank."""
 
-    That takes it up where it comes by the same evaluation of the same step, with the same code, and has trained nothing
-    since the checkpoint that was written at the stop. After the last step it takes up what the repeated step has given
-    the same weights for, to the last bit. `restored` is the step of the checkpoint this one began with.
-    """
+    def __init__(self, rank: Rank, spread: Spread, tracked: Tracked, reporter: Reporter, loop: Loop) -> None:
+        self._rank, self._spread, self._reporter, self._loop = rank, spread, reporter, loop
+        self._tracked = tracked
+        self._count = 0
 
-    def __init__(
-        self, rank: Rank, reporter: RunReporter, parallel: Parallel, signals: StopSignals, restored: int | None
-    ) -> None:
-        self._rank, self._reporter, self._parallel, self._signals = rank, reporter, parallel, signals
-        self._restored = restored
-        self._store = shared_store(rank.topology.world_size)
-        self._kept: list[Outputs] = []
-        """What an earlier attempt has found of this step's evaluations: rank 0 has it, all know of which batches."""
-        self._step: int | None = None
-        self._place = ""
-        self._of_step: list[Outputs] = []
-        """The evaluations of this step so far, at this place, in their order; as `_kept`."""
-        self._handouts = 0
+    def evaluate(self, function: PerSample, dataset: Any, **options: Any) -> float | dict[str, float]:
+        """Return the mean over all samples, on every rank; a dict of means where `function` returns a dict."""
+        values = self.evaluate_samples(function, dataset, **options)
+        if isinstance(values, dict):
+            return {name: mean(part) for name, part in values.items()}
+        return mean(values)
 
-    def run(
+    def evaluate_samples(self, function: PerSample, dataset: Any, **options: Any) -> Tensor | dict[str, Tensor]:
+        """Return the value of each sample, float64 [n], on every rank; a dict of such where `function` returns one."""
+
+        def values(batch: Any, ids: Tensor) -> dict[str, Tensor]:
+            return as_values(function(batch, ids), len(ids))
+
+        parts = self._run(values, dataset, to_all=True, **options)
+        names = parts[0].keys()
+        joined = {name: torch.cat([part[name] for part in parts]) for name in names}
+        return joined[""] if list(names) == [""] else joined
+
+    def map(self, function: PerSample, dataset: Any, *, to: str | Path = "main", **options: Any) -> Any:
+        """Return `function`'s outputs of all samples, joined along the first dimension.
+
+        `to` is `main` (None on other ranks), `all`, or a folder that all ranks see: each rank writes its batches there,
+        as `batch_<number>.pt`, each whole or not at all.
+        """
+        if to not in ("main", "all"):
+            return self._to_folder(function, dataset, Path(to), options)
+        parts = self._run(lambda batch, ids: tree_map(_on_cpu, function(batch, ids)), dataset, to == "all", **options)
+        return _joined(parts) if parts else None
+
+    def _to_folder(self, function: PerSample, dataset: Any, folder: Path, options: dict[str, Any]) -> None:
+        size = options.get("batch_size", 1)
+        run = self._rank.run
+        place = {
+            "run": run.name,
+            "code": run.code.resolve().name,  # another code may write other files
+            "step": self._loop.boundary.step,
+            "batches": [len(dataset), size],
+        }
+
+        def file_of(number: int) -> Path:
+            return folder / f"batch_{number:08d}.pt"
+
+        def begin() -> set[int]:
+            """Return the batches that an attempt before has left here; remove the files of other maps."""
+            folder.mkdir(parents=True, exist_ok=True)
+            marker = folder / ".jobkit.json"
+            before = json.loads(marker.read_text()) if marker.exists() else {}
+            if before.pop("attempt", self._rank.attempt) == self._rank.attempt or before != place:
+                for old in folder.glob("batch_*.pt"):
+                    old.unlink()
+            write_json(marker, {**place, "attempt": self._rank.attempt})
+            return {number for number in range(-(-len(dataset) // size)) if file_of(number).exists()}
+
+        def write(batch: Any, ids: Tensor) -> None:
+            output = io.BytesIO()
+            torch.save(tree_map(_on_cpu, function(batch, ids)), output)
+            write_atomic(file_of(int(ids[0]) // size), output.getvalue())
+
+        self._run(write, dataset, to_all=False, done=self._spread.ranks.on_main(begin), **options)
+
+    def _run(
         self,
         function: Callable[[Any, Tensor], Any],
         dataset: Any,
+        to_all: bool,
         *,
-        batch_size: int,
-        step: int,
-        equal: Iterable[nn.Module],
-        may_stop: Callable[[], bool],
-        stop_if_told: Callable[[], None],
-        place: str = BEFORE_LOOP,
-        to_all: bool = True,
+        batch_size: int = 1,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        done: Collection[int] = (),
         **options: Any,
-    ) -> Any:
-        """The outputs of all samples, on every rank or on rank 0; see Context.map.
-
-        `may_stop`: whether nothing of the step would be repeated. `stop_if_told` is called on all ranks after a signal;
-        it raises Stopped, or it was a false alarm. `place`, of PLACES, tells evaluations of one step
-        apart. `equal` are modules whose buffers are the same on all ranks;
-        `options` are those of jobkit.train.evaluate.computed.
-        """
-        equal = list(equal)
-        of = called(function, dataset) if _can_be_kept() else ""
-        if of and place == AFTER_LOOP:  # a repeated step may lead to other weights, as on a GPU: it is another's then
-            of += f", of {self._weights(equal)}"
-        outputs = self._begin(step, place, Outputs(len(dataset), batch_size), of)
-        group, stoppable = self._rank.group, True
-        try:
-            while missing := outputs.missing():
-                batches = self._hand_out(missing)
-                # In lockstep all ranks make equally many forward passes, and may exchange what they like in them.
-                alone = isinstance(batches, DynamicBatches) and group.world_size > 1
-                with independent_forwards(equal) if alone else nullcontext():
-                    self._compute(outputs, batches, function, dataset, may_stop if stoppable else _never, options)
-                outputs.agree(group)
-                if outputs.missing():  # some rank was told to stop
-                    told, touched = group.maximum(self._signals.pending, not may_stop())
-                    if told and not touched:
-                        stop_if_told()
-                    else:
-                        stoppable = False  # going on to the end repeats least
-            # What is done of a step is not repeated where a stop breaks off a later evaluation of the same step.
-            result = outputs.gathered(group, to_all=to_all, keep=may_stop(), on_piece=self._reporter.heartbeat.beat)
-        except Stopped as stopped:
-            self._keep(outputs, stopped.checkpoint)
-            raise
-        finally:
-            self._reporter.update(evaluation=None)
-        if (kept := self._kept_at(place)) and len(self._of_step) >= len(kept):
-            self._drop_kept()
-        return result
-
-    def _weights(self, modules: Sequence[nn.Module]) -> list[str]:
-        """What tells some modules' parameters and buffers from others that differ in a bit. Collective."""
-        tensors = [one for module in modules for one in (*module.parameters(), *module.buffers())]
-        parts = [one.to_local() if isinstance(one, DTensor) else one for one in tensors]
-        return sorted({f"{found:08x}" for found in self._rank.group.gather(checksum(parts))})
-
-    @property
-    def has_run(self) -> bool:
-        """Whether anything has been evaluated."""
-        return self._handouts > 0
-
-    def end_step(self) -> None:
-        """Let go of what the step's evaluations have found: nothing of them will be repeated."""
-        self._of_step = []
-
-    def _hand_out(self, missing: list[int]) -> HandOut:
-        parallel, ranks = self._parallel, self._rank.topology.world_size
-        self._handouts += 1
-        # Replicas that drift apart give each batch another value: who computes it must not depend on the clock.
-        if parallel.forward_is_collective or parallel.drifts:
-            return LockstepBatches(missing, parallel.data_rank, parallel.layout.data, self._rank.group.anywhere)
-        if self._rank.is_main:  # nobody asks for it any more: all ranks have gathered since
-            self._store.delete_key(f"jobkit/evaluation/{self._handouts - 1}")
-        return DynamicBatches(missing, self._store, f"jobkit/evaluation/{self._handouts}", ranks)
-
-    def _compute(
-        self,
-        outputs: Outputs,
-        batches: HandOut,
-        function: Callable[[Any, Tensor], Any],
-        dataset: Any,
-        may_stop: Callable[[], bool],
-        options: dict[str, Any],
-    ) -> None:
-        """The batches handed to this rank; after each it sends a heartbeat and looks for a signal.
-
-        An error of one rank is raised on all, unless they are waiting for each other in a forward pass.
-        """
-        rank, before = self._rank, outputs.done
+    ) -> list[Any]:
+        """Return the results of all batches but the `done` ones, in order; on other ranks than 0 where they are
+        `to_all`."""
+        if not hasattr(dataset, "__len__") or len(dataset) == 0:
+            raise UsageError(f"ctx.evaluate: a {type(dataset).__name__} without samples, expected a dataset with some")
+        batches = Batches(dataset, batch_size, self._rank.config.seed or 0, collate_fn)
+        spread, ranks = self._spread, self._spread.ranks
+        numbers = [number for number in range(len(batches)) if number not in done]
+        total = min(len(dataset), len(numbers) * batch_size)
+        self._count += 1
+        together = spread.forward_is_collective and ranks.world_size > 1
+        hand_out: HandOut | Rounds = Rounds(numbers, spread.data_rank, spread.data_size)
+        if not together:
+            store = dist.distributed_c10d._get_default_store() if ranks.world_size > 1 else None
+            hand_out = HandOut(numbers, store, f"jobkit/evaluation/{self._count}")
+        results: dict[int, Any] = {}
 
         def compute() -> None:
-            options_of_rank = {"device": rank.device, "seed": rank.config.seed or 0, **options}
-            with closing(computed(function, dataset, outputs, batches, **options_of_rank)) as results:
-                self._reporter.update(evaluation={"done": before, "total": outputs.length})
-                for number, output in results:
-                    outputs.add(number, output)
-                    self._reporter.heartbeat.beat()
-                    done = min(outputs.length, before + batches.taken * outputs.batch_size)
-                    self._reporter.update(evaluation={"done": done, "total": outputs.length})
-                    if self._signals.pending and may_stop():
-                        batches.stop()
+            for number, result in computed(function, batches, hand_out, spread.device, **options):
+                results[number] = result
+                self._rank.beat(self._loop.boundary.step, self._rank.page.read().phase)
+                self._reporter.update(evaluation={"done": min(total, hand_out.taken * batch_size), "total": total})
+                if self._loop.may_be_interrupted:
+                    stops = self._loop.wants_stop()
+                    if ranks.anywhere(stops) if together else stops:
+                        hand_out.stop()
+                        return
 
         def or_stop() -> None:
             try:
                 compute()
-            except Exception:
-                batches.stop()
+            except BaseException:
+                hand_out.stop()
                 raise
 
-        compute() if isinstance(batches, LockstepBatches) else rank.group.all_or_none(or_stop)
-
-    # Across attempts
-
-    def _begin(self, step: int, place: str, outputs: Outputs, of: str) -> Outputs:
-        """The next evaluation of a step, with what an earlier attempt has found of it."""
-        outputs.of = f"{place}: {of}"
-        if step != self._step:
-            first, self._step, self._of_step = self._step is None, step, []
-            self._kept = self._load() if first or step == (self._restored or 0) + 1 else []
-        if place != self._place:
-            self._place, self._of_step = place, []
-        if len(self._of_step) < len(here := self._kept_at(place)):
-            kept = here[len(self._of_step)]
-            same = (kept.length, kept.batch_size, kept.of) == (outputs.length, outputs.batch_size, outputs.of)
-            if self._rank.group.broadcast(same):  # rank 0 has the outputs; what a function holds may differ by rank
-                outputs = kept
-                self._reporter.record(Event.EVALUATION_RESUMED, step=step, done=kept.done, total=kept.length)
+        # A tracked module that ctx.parallelize did not make may be an average of the weights, with averaged buffers.
+        # Stages of a pipeline have buffers of their own.
+        alike = spread.data_group if spread.stages is not None else None
+        with independent_forwards([*spread.modules, *self._tracked.shared_modules], alike):
+            if together:  # the other ranks wait in a forward: an error of this one ends the attempt
+                compute()
             else:
-                self._drop_kept()  # nor do those after it stand where they stood
-        self._of_step.append(outputs)
-        return outputs
-
-    def _kept_at(self, place: str) -> list[Outputs]:
-        return [one for one in self._kept if one.of.startswith(f"{place}: ")]
-
-    def _keep(self, now: Outputs, checkpoint: int | None) -> None:
-        """Keep what is known for an attempt that begins with the checkpoint of this step, None for none at all.
-
-        The checkpoint is safe by now: whatever goes wrong here costs a repetition.
-        """
-        run, kept = self._rank.run, False
-        repeated = 1 if self._place == AFTER_LOOP and checkpoint is not None else 0  # steps
-        if self._step == (checkpoint or 0) + repeated and _can_be_kept():
-            try:
-                now.collect(self._rank.group, self._reporter.heartbeat.beat)
-                if self._rank.is_main and holds_lease(run, self._rank.attempt):
-                    write_outputs(run.evaluation_file, self._key(self._step, checkpoint), self._of_step)
-                    kept = True
-            except Exception as error:
-                log.info("%s; what is done of the evaluation will be repeated", error)
-        if self._rank.is_main:
-            counts = {"done": now.done, "total": now.length, "known": sum(one.done for one in self._of_step)}
-            where = {"step": self._step, "place": PLACES.index(self._place)}
-            self._reporter.record(Event.EVALUATION_INTERRUPTED, **where, **counts, kept=kept)
-
-    def _load(self) -> list[Outputs]:
-        """What was kept for an attempt like this one; what was kept for another is no longer needed."""
-        found, ahead = None, (self._step or 0) - (self._restored or 0)
-        if self._rank.is_main and ahead in (0, 1):
-            found = self._read(self._step)
-        if found is None and not (self._rank.is_main and ahead == 0 and self._read((self._step or 0) + 1)):
-            self._drop_kept()  # nor is it of what follows the last step, which is the next
-        headers = self._rank.group.broadcast([one.header() for one in found or []])
-        return found or [Outputs.of_header(header) for header in headers]
-
-    def _read(self, step: int | None) -> list[Outputs] | None:
-        """What was kept of a step for an attempt that begins where this one has begun."""
-        run = self._rank.run
-        return read_outputs(run.evaluation_file, self._key(step, self._restored), run.path)
-
-    def _key(self, step: int | None, checkpoint: int | None) -> dict[str, Any]:
-        return {"step": step, "checkpoint": checkpoint, "code": Path(os.environ.get("JOBKIT_CODE", "")).name}
-
-    def _drop_kept(self) -> None:
-        self._kept = []
-        if self._rank.is_main:
-            with suppress(OSError):
-                self._rank.run.evaluation_file.unlink(missing_ok=True)
+                ranks.all_or_none(or_stop)
+        self._reporter.update(evaluation=None)
+        if self._loop.may_be_interrupted:
+            self._loop.look()
+        parts: Sequence[dict[int, Any]] = ranks.gather(results) if to_all else ranks.gather_on_main(results)
+        return in_order(parts)
 
 
-def _can_be_kept() -> bool:
-    """Whether there is a snapshot of the code: without one a script may have changed by the next attempt."""
-    return "JOBKIT_CODE" in os.environ
+def _on_cpu(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
-def write_outputs(file: Path, key: dict[str, Any], evaluations: list[Outputs]) -> None:
-    """Write some evaluations and what they belong to, with a checksum in front; whole or not at all."""
-    described = [(one.header(), [piece.numel() for piece in one.pieces]) for one in evaluations]
-    header = pickle.dumps((key, described))
-    pieces: list[Any] = [piece.numpy().data for one in evaluations for piece in one.pieces]
-    checksum = hashlib.sha256()
-    with replacing(file) as whole:
-        whole.seek(checksum.digest_size)
-        for part in (len(header).to_bytes(8, "little"), header, *pieces):
-            whole.write(part)
-            checksum.update(part)
-        whole.seek(0)
-        whole.write(checksum.digest())
-
-
-def read_outputs(file: Path, key: dict[str, Any], folder: Path) -> list[Outputs] | None:
-    """The evaluations in a file; None where there is none, it is damaged, or it belongs to something else.
-
-    One that is not the owner's of `folder` is not read, since objects in it are unpickled.
-    """
-    try:
-        content = bytearray(read_fresh(file))
-        if foreign_owner(file, folder) is not None:
-            return None
-    except OSError:
-        return None
-    start = hashlib.sha256().digest_size
-    if len(content) < start + 8 or hashlib.sha256(memoryview(content)[start:]).digest() != content[:start]:
-        return None
-    end = start + 8 + int.from_bytes(content[start : start + 8], "little")
-    found, described = pickle.loads(memoryview(content)[start + 8 : end])
-    if found != key:
-        return None
-    evaluations = []
-    for header, sizes in described:
-        evaluations.append(Outputs.of_header(header))
-        for size in sizes:
-            evaluations[-1].pieces.append(torch.frombuffer(content, dtype=torch.uint8, count=size, offset=end))
-            end += size
-    return evaluations
-
-
-def _never() -> bool:
-    return False
+def _joined(parts: list[Any]) -> Any:
+    """Join outputs of batches along their first dimension, in dicts and tuples too; other outputs are a list."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(parts)
+    if isinstance(first, dict):
+        return {key: _joined([part[key] for part in parts]) for key in first}
+    if isinstance(first, (list, tuple)):
+        columns = [_joined(list(column)) for column in zip(*parts, strict=True)]
+        return type(first)(columns) if type(first) in (list, tuple) else columns
+    return parts

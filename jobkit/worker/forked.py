@@ -1,6 +1,8 @@
-"""What a process that a parent has forked does to become what a program of its own would be, and to end as one.
+"""A process that the agent has forked becomes a rank, and ends as a program of its own would end.
 
-Where a fork would be no good, `jobkit/start.py jobkit.worker.forked MODULE:FUNCTION ARGUMENTS` does it in a new Python.
+    agent --fork--> become_rank() -> run_rank_program() -> Submitit's process_job -> Worker() -> ... -> end()
+
+`jobkit/start.py jobkit.worker.forked RUNDIR` runs the same in a new Python, where a fork would be no good.
 """
 
 from __future__ import annotations
@@ -9,158 +11,118 @@ import atexit
 import contextlib
 import ctypes
 import gc
-import importlib
 import io
-import json
 import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from jobkit import start
-from jobkit.run.files import is_there
-from jobkit.run.slots import SLOTS, environment_of
-from jobkit.supervisor.channel import Fork
-from jobkit.supervisor.parents import PARENT
+from jobkit.errors import JobkitError
+from jobkit.run.rundir import RunDir
+from jobkit.run.slots import VARIABLE, Page
+from jobkit.supervisor.protocol import RankPlace, Start
 from jobkit.worker.cpus import take_share
+from jobkit.worker.signals import STOP_SIGNALS
 
 DIES_FIRST = 300
-"""A rank's oom_score_adj: where memory is short the kernel is to kill it, and not the parent that starts it again."""
-
-VISIBLE_SECONDS = 60.0
-"""How long a folder that another host has made may be invisible on NFS."""
+"""A rank's oom_score_adj: where memory is short the kernel kills a rank, and not the agent that starts it again."""
 
 
-def become_rank(request: Fork, files: list[int], parent: int) -> None:
-    """Make the forked process what it would be if the supervisor had started it as a program."""
-    os.setsid()  # a group of its own: what it starts can be ended with it
-    _follow_parent(parent)
-    logs = [_open_log(Path(name)) for name in request.logs]
-    take_output(logs or files[:2])
-    for file in files[0 if logs else 2 :]:
-        os.set_inheritable(file, True)  # a device's lock must outlive the exec of a command
-    if request.place:
-        take_share(*request.place)
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(str(DIES_FIRST), encoding="utf-8")
-    own = dict(os.environ) if request.inherits else {}
-    take_place({**own, **request.environment, PARENT: str(parent)}, request.cwd or str(Path.cwd()))
+def become_rank(run: RunDir, place: RankPlace, attempt: Start, page: Page, environment: Mapping[str, str]) -> None:
+    """Make a forked process like a program that a launcher starts: session, logs, CPUs, variables.
+
+    Its stop signals are blocked until the end: before that a handler of the agent would get them.
+    """
+    agent = os.getppid()
+    os.setsid()  # what the rank starts can be ended with it
+    die_with_parent(agent)
+    logs = run.logs(attempt.attempt)
+    logs.mkdir(parents=True, exist_ok=True)  # NFS may not show yet that another host has made it
+    files = [os.open(os.devnull, os.O_RDONLY)]
+    for stream in ("out", "err"):
+        log = run.rank_log(attempt.attempt, place.rank, stream)
+        files.append(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666))
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    take_share(place.local_rank, place.local_world_size)
+    Path("/proc/self/oom_score_adj").write_text(str(DIES_FIRST), encoding="utf-8")
+    os.set_inheritable(page.descriptor, True)  # for the program of a `command:`
+    os.environ.clear()
+    os.environ.update({**environment, VARIABLE: str(page.descriptor)})
+    for number in (signal.SIGCHLD, *STOP_SIGNALS):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def take_slots(slots: tuple[int, int] | None) -> None:
-    """Tell this process of its memory; without any it must not take a number that it finds for its own."""
-    os.environ.pop(SLOTS, None)
-    if slots is not None:
-        for file in slots:
-            os.set_inheritable(file, True)  # for a `command:` with jobkit.init
-        os.environ.update(environment_of(slots))
+def die_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when its parent dies: nobody else could end it."""
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before
+        os._exit(128 + signal.SIGKILL)
 
 
-def _open_log(file: Path) -> int:
-    """A log file to append to, once its folder can be seen here."""
-    until = time.monotonic() + VISIBLE_SECONDS
-    while True:
-        try:
-            return os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except FileNotFoundError:
-            if time.monotonic() > until:
-                raise
-            is_there(file.parent)
-            time.sleep(0.1)
+def run_rank_program(run: RunDir) -> NoReturn:
+    """Run the pickled Worker as Submitit does, and end this process."""
+    from submitit.core.logger import get_logger
+    from submitit.core.submission import process_job
+
+    def program() -> None:
+        run.refuse_foreign()  # again: somebody may have written there since the job began
+        process_job(run.submitit)
+
+    get_logger().setLevel("WARNING")  # a rank's log is for the output of the user's code
+    run_and_end(program)
 
 
-def start_anew(request: Fork) -> NoReturn:
-    """Run the call in a new Python."""
-    words = start.words("jobkit.worker.forked", request.target, json.dumps(request.arguments))
+def start_anew(run: RunDir) -> NoReturn:
+    """Run the rank in a new Python: threads or devices of the agent's imports would be broken in a fork."""
+    words = start.words("jobkit.worker.forked", str(run.path))
     os.execv(words[0], words)
 
 
-def run_call(target: str, arguments: Sequence[Any]) -> None:
-    """Call what `module:function` names."""
-    module, _, name = target.partition(":")
-    getattr(importlib.import_module(module), name)(*arguments)
-
-
-def _follow_parent(parent: int) -> None:
-    """Get SIGTERM when the parent dies (Linux): a rank is not left behind when the supervisor, and so the parent, ends.
-
-    The signal is lost while it is still ignored; the worker, which installs handlers, compares its parent with
-    JOBKIT_PARENT after that.
-    """
-    if get_when_parent_ends(signal.SIGTERM) and os.getppid() != parent:  # it died before we could say so
-        sys.exit(128 + signal.SIGTERM)
-
-
-def get_when_parent_ends(number: signal.Signals) -> bool:
-    """Whether this system can send us a signal when the process that started us ends: then it will."""
-    PR_SET_PDEATHSIG = 1
+def run_and_end(program: Callable[[], object]) -> NoReturn:
+    """Run a program as the interpreter runs one, and end with its exit code."""
     try:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
-    except (OSError, AttributeError):
-        return False  # not Linux
-    return True
-
-
-def take_output(files: Sequence[int]) -> None:
-    """Make open files the output and the errors of this process."""
-    for number, file in enumerate(files, start=1):
-        os.dup2(file, number)
-        os.close(file)
-
-
-def take_place(environment: Mapping[str, str], cwd: str) -> None:
-    """Replace the environment and the current folder, and with the environment where modules come from.
-
-    Not from the folder: the user's code is imported from a snapshot of it, which a rank puts there.
-    """
-    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
-    own = [str(Path(cwd, path)) for path in paths if path and Path(cwd, path) != Path(cwd)]
-    sys.path[:] = [*own, *(entry for entry in sys.path if entry not in own)]
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(cwd)
-
-
-def run_and_end(call: Callable[[], object]) -> NoReturn:
-    """Run a call as the interpreter runs a program, and end with its exit code."""
-    try:
-        call()
+        program()
     except SystemExit as stop:
         if stop.code is not None and not isinstance(stop.code, int):
             print(stop.code, file=sys.stderr)
             end(1)
         end(stop.code or 0)
+    except JobkitError as error:
+        print(f"error: {error}", file=sys.stderr)
+        end(1)
     except BaseException:
         sys.excepthook(*sys.exc_info())
         end(1)
     end(0)
 
 
-def end(returncode: int) -> NoReturn:
-    """End a forked process as multiprocessing does: after its threads and exit functions, without the teardown.
+def end(code: int) -> NoReturn:
+    """End a forked process: after its threads and exit functions, without the interpreter's teardown.
 
-    Threads of one that has failed, or has been stopped, are not waited for: other ranks wait for its end.
-
-    The interpreter would write to every object that it shares with its parent, to free it: 0.6 s a rank. What the
-    teardown does for the user's files is done here: one that nobody has closed is to have all that was written to it.
+    The teardown would write to every object that it shares with the agent, to free it: 0.6 s a rank with torch. The
+    part of it that matters to users is here: files that nobody has closed get all that was written to them. Threads of
+    a rank that failed are not waited for, since other ranks wait for its end.
     """
-    if returncode == 0:
+    if code == 0:
         threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    opened = [one for one in gc.get_objects() if issubclass(type(one), io.IOBase)]  # since the fork: not the frozen
+    opened = [item for item in gc.get_objects() if issubclass(type(item), io.IOBase)]  # since the fork: not the frozen
     for stream in (*opened, sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # a full disk, or closed by the program itself
+        with contextlib.suppress(OSError, ValueError):  # a full disk, or a file that the program has closed
             stream.flush()
     del opened
-    gc.collect()  # closes what only a circle holds, as the frames that a stop has ended; a zip file gets its end
-    os._exit(returncode & 0xFF)
+    gc.collect()  # closes files that only a cycle of objects holds; a zip file gets its end
+    os._exit(code & 0xFF)
 
 
-def main(arguments: Sequence[str]) -> NoReturn:
-    """Run one call, and end as a program does."""
-    target, written = arguments
-    run_and_end(lambda: run_call(target, json.loads(written)))
+def main(arguments: list[str]) -> NoReturn:
+    run_rank_program(RunDir(arguments[0]))

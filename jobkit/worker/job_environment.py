@@ -1,42 +1,50 @@
-"""Submitit's view of the rank this process is, under Slurm and on this machine (a Submitit plugin)."""
+"""Submitit's view of the rank that this process is, on Slurm and on this machine (a Submitit plugin).
+
+worker/forked.py --SUBMITIT_EXECUTOR=jobkit, JOBKIT_PROCID ...--> Submitit's process_job --> JobkitJobEnvironment
+"""
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 from typing import Any, ClassVar
 
 from submitit.core.job_environment import JobEnvironment
-from submitit.core.logger import get_logger
+from submitit.core.utils import JobPaths
 
-from jobkit.worker.stop import STOP_SIGNALS, follow_parent
+from jobkit.worker.signals import take_stop_signals
 
-if os.environ.get("SUBMITIT_EXECUTOR") == "jobkit":
-    get_logger().setLevel("WARNING")  # a rank's log is for what the user's code prints
-    # Before each traceback, which says it all.
-    get_logger().addFilter(lambda record: record.getMessage() != "Submitted job triggered an exception")
 
-_VARIABLES = {
-    "job_id": "JOBKIT_JOB_ID",
-    "num_tasks": "JOBKIT_NTASKS",
-    "num_nodes": "JOBKIT_NNODES",
-    "node": "JOBKIT_NODEID",
-    "global_rank": "JOBKIT_PROCID",
-    "local_rank": "JOBKIT_LOCALID",
-}
+class _RunPaths(JobPaths):  # type: ignore[misc]
+    """One pickle for all jobs of a run: a successor job, and a requeued one, run the same Worker."""
+
+    @property
+    def submitted_pickle(self) -> Path:
+        return Path(self._folder) / "submitted.pkl"
 
 
 class JobkitJobEnvironment(JobEnvironment):  # type: ignore[misc]
-    """Chosen by SUBMITIT_EXECUTOR=jobkit. It differs from Submitit's own in one thing: signals only set a flag.
+    """Chosen by SUBMITIT_EXECUTOR=jobkit. Signals only set a flag.
 
-    Submitit's handlers would requeue the job from inside a signal handler of rank 0, and ignore SIGTERM.
+    Submitit's own handlers would requeue the job from inside a signal handler of rank 0, and ignore SIGTERM.
     """
 
-    _env: ClassVar[dict[str, str]] = _VARIABLES
+    _env: ClassVar[dict[str, str]] = {
+        "job_id": "JOBKIT_JOB_ID",
+        "num_tasks": "JOBKIT_NTASKS",
+        "num_nodes": "JOBKIT_NNODES",
+        "node": "JOBKIT_NODEID",
+        "global_rank": "JOBKIT_PROCID",
+        "local_rank": "JOBKIT_LOCALID",
+    }
 
     @classmethod
     def name(cls) -> str:
         return "jobkit"
 
+    @property
+    def paths(self) -> JobPaths:
+        paths = super().paths
+        return _RunPaths(paths._folder, paths.job_id, paths.task_id)
+
     def _handle_signals(self, paths: Any, submission: Any) -> None:
-        STOP_SIGNALS.install()
-        follow_parent()
+        take_stop_signals()

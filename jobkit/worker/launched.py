@@ -1,178 +1,238 @@
-"""A run whose ranks torchrun, mpirun, srun or a person has started: its resources, its folder, its attempt."""
+"""An attempt under a launcher that is not jobkit's: torchrun, mpirun, srun, or plain python.
+
+    rank 0: run directory, journal, lease --number--> all ranks --> ... --> rank 0: the attempt's end
+                                      --lease, config--> the first rank of each other disk
+
+No supervisor is there, so that rank 0 writes the journal, and a thread of it reads the requests of commands. Where rank
+0 is killed, the next attempt closes this one. All ranks get the variables of torchrun, whichever program started them.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import hashlib
-import json
 import os
-import shlex
 import socket
-import sys
-from datetime import timedelta
+import threading
+import time
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
-import torch
-from filelock import FileLock, Timeout
-from torch.distributed import Store  # type: ignore[attr-defined]
-
-from jobkit.errors import InputError, JobkitError
+from jobkit.addresses import own_addresses
+from jobkit.checkpoint.disks import disks_of
+from jobkit.errors import InputError
 from jobkit.group import RankGroup
-from jobkit.run import layout, secrets
-from jobkit.run.command_line import is_started_by_itself, own_words
-from jobkit.run.config import AUTO, Config
-from jobkit.run.events import Event
-from jobkit.run.identity import run_name
-from jobkit.run.left_unfinished import left_unfinished
+from jobkit.log import log
+from jobkit.run import machine, records, yamlfile
+from jobkit.run.files import user_name, write_atomic
+from jobkit.run.journal import Journal
+from jobkit.run.load import Loaded
+from jobkit.run.locks import Lock
+from jobkit.run.records import End, Submitted, new_token
 from jobkit.run.rundir import RunDir
-from jobkit.run.status import State
-from jobkit.supervisor import attempt as attempts
-from jobkit.worker.disks import Disks
-from jobkit.worker.launcher import Topology
+from jobkit.run.schema import Config, Resources
+from jobkit.run.slots import VARIABLE, Page
+from jobkit.run.view import UNDER_WAY, view
+from jobkit.supervisor import attempt
+from jobkit.supervisor.attempt import Me, Tenure
+from jobkit.supervisor.closing import REQUESTS, request_of
+from jobkit.supervisor.diagnosis import Facts
+from jobkit.supervisor.protocol import Exited
+from jobkit.supervisor.retry import Room
+from jobkit.usage import to_type
+from jobkit.worker.join import Joined, join, leave
+from jobkit.worker.launcher import Launch
+from jobkit.worker.rank import Rank
+from jobkit.worker.rendezvous import Reservation
+from jobkit.worker.signals import take_stop_signals
 
-STORE_SECONDS = 5.0
-"""How long a rank that has failed waits for an answer of the store, which may be gone with rank 0."""
-
-OF_THIS_MACHINE = ("resources", "clusters", "inputs")
-"""Keys of a config that may differ from machine to machine."""
+REQUEST_SECONDS = 1.0
+"""Between two looks for requests."""
 
 
-def with_ranks(config: Config, topology: Topology, gpus: int | None) -> Config:
-    """The config with the resources that were started; `gpus`, of each rank, is the YAML's where None.
+@dataclass
+class Launched:
+    """A rank of such an attempt."""
 
-    Raises InputError where its `parallel:` does not fit so many ranks.
+    rank: Rank
+    joined: Joined
+    tenure: Tenure | None
+    """Rank 0's right to write the journal."""
+    alive: Lock | None
+    """Rank 0 holds it until it ends: it proves to others that the attempt lives."""
+    port: Reservation | None
+    """Rank 0's MASTER_PORT, where the launcher gave none."""
+
+    def close(self, end: End, code: int) -> None:
+        """Journal the end of the attempt, on rank 0."""
+        if self.tenure is None:
+            return
+        host, step = socket.gethostname(), -1 if end.step is None else end.step
+        # The last save was made by all ranks together: they end alike.
+        ranks = range(self.rank.world_size) if end.kind == "finished" else [0]
+        exits = [Exited(serial=1, attempt=self.rank.attempt, rank=rank, code=code, step=step) for rank in ranks]
+        facts = Facts(exits=[(exited, host) for exited in exits])
+        if end.kind == "stopped":
+            request = request_of(self.rank.run, self.tenure.me.token, self.rank.attempt)
+            facts.asked = ("stopped" if request is None else REQUESTS[request.kind]), ""
+        attempt.close(self.tenure, facts, Room())
+
+
+def begin(loaded: Loaded, run: RunDir, launch: Launch) -> Launched | None:
+    """Join the other ranks and begin an attempt; None where the run has finished already. All ranks call it.
+
+    Raises DistributedError, and InputError where another process runs it, or where ranks were given other values.
     """
-    even = topology.nodes * topology.local_world_size == topology.world_size
-    per_node = topology.local_world_size if even else 1
-    resources = dataclasses.replace(
-        config.resources,
-        nodes=topology.world_size // per_node,
-        tasks_per_node=per_node,
-        gpus_per_task=_gpus_of_rank(config) if gpus is None else gpus,
-    )
-    try:
-        layout.check(config.parallel, config.comm, resources, config.precision)
-    except ValueError as error:
-        raise InputError(f"parallel: {error} (started were {topology.world_size} rank(s))") from None
-    config = dataclasses.replace(config, resources=resources)
-    try:
-        layout.check_verification(config)
-    except ValueError as error:
-        raise InputError(f"verify_every: {error}") from None
-    return config
+    topology = launch.topology
+    config = with_topology(loaded.config, launch)
+    page = Page.create()
+    os.environ[VARIABLE] = str(page.descriptor)
+    place = dataclasses.asdict(topology)
+    del place["nodes"]
+    rank = Rank(run=run, attempt=0, page=page, **place)
+    rank.config = config
+    file = None
+    if launch.rendezvous == "file":
+        file = run.path.parent / ".locks" / f"launch-{launch.key}"
+        file.parent.mkdir(parents=True, exist_ok=True)
+    joined = join(rank, file=file)
+    port = _export_place(launch, joined.ranks)
+    _check_same_run(loaded.config, run, joined.ranks)
+    if rank.local_rank == 0 and (idle := machine.idle_devices(config, rank.local_world_size)):
+        log.warning("%s", idle)
+    disks = _disks(rank, joined.ranks)
+    launched = Launched(rank, joined, None, None, port)
 
+    def start() -> int | None:
+        return _begin(launched, dataclasses.replace(loaded, config=config), launch)
 
-def _gpus_of_rank(config: Config) -> int:
-    each = config.resources.gpus_per_task
-    return int(torch.accelerator.is_available()) if each == AUTO else int(each)
-
-
-def make_folders(run: RunDir) -> None:
-    """On every rank: each learns by itself whether it can write where the others are."""
-    try:
-        for folder in (run.launch_file("").parent, run.checkpoints, run.tensorboard):
-            folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{error.filename}: {error.strerror}; set runs_dir=... or JOBKIT_RUNS") from None
-
-
-def begin(run: RunDir, config: Config, launcher: str, lock: FileLock) -> int | None:
-    """On rank 0: own the run and begin an attempt; its number, or None where the run is finished.
-
-    `lock` is held until this process ends: two scripts never write one run.
-    """
-    try:
-        lock.acquire(timeout=10)  # whoever asks whether the run lives takes the lock for an instant
-    except Timeout:
-        raise JobkitError(f"{run.name} is being run by another process already") from None
-    before = run.status()
-    script = own_script()
-    if _is_another(before.script, script):
-        raise JobkitError(
-            f"{run.name} is a run of {before.script}, and this is {script}, with the same name and params: give it a "
-            "name of its own, jobkit.init(name=...)"
-        )
-    if before.state == State.FINISHED:
-        print(f"already finished{before.at_steps}: {run.path}; other params or another name make a new run")
+    number = joined.ranks.on_main(start)
+    if number is None:
+        leave()
         return None
-    if told_before := left_unfinished(run, config, RunDir.status):
-        print(told_before, file=sys.stderr)
-    run.write_config(config)  # before the event: whoever sees a run in the journal may read its config
-    by = "python" if is_started_by_itself() else launcher
-    here = str(Path.cwd())
-    told = {"script": script, "typed": _typed(by), "launcher": by, "cwd": here, **config.told()}
-    run.record(Event.SUBMITTING, cluster="local", scheduler="local", **told)
-    return attempts.begin(run, job_id=str(os.getpid()), scheduler="local", launcher=launcher).number
+    rank.attempt = number
+    _prepare_disks(rank, loaded, joined.ranks, disks)
+    os.environ.update(JOBKIT_RUN=str(run.path), JOBKIT_ATTEMPT=str(rank.attempt))
+    take_stop_signals(page, ctrl_c=True)
+    if launched.tenure is not None:
+        threading.Thread(target=_watch_requests, args=(rank, launched.tenure.me.token), daemon=True).start()
+    return launched
 
 
-def _typed(launcher: str) -> str:
-    """What starts this process again, as others may see it; torchrun has put the Python in front of it."""
-    words = own_words()
-    if launcher == "torchrun" and words:
-        words = words[2:] if words[1:2] == ["-u"] else words[1:]
-    return shlex.join(secrets.masked(words))
+def _begin(launched: Launched, loaded: Loaded, launch: Launch) -> int | None:
+    """On rank 0: write what a submission writes, and begin the attempt; returns its number, None for a finished run."""
+    run = launched.rank.run
+    with run.submit_lock():
+        before = view(run, locked=True)
+        if before.state == "finished":
+            print(f"already finished: {run.path}\nfor a new run: another name, or other params", flush=True)
+            return None
+        if before.state in UNDER_WAY:
+            raise InputError(f"{run.name} is {before.state} already: {before.words}; {to_type('status', run.path)}")
+        for path in (run.path, run.submitit, run.checkpoints, run.tensorboard, run.path / "requests"):
+            path.mkdir(parents=True, exist_ok=True)
+        run.refuse_foreign()
+        launched.alive = run.alive_lock().__enter__()
+        launched.alive.leave_to_parent()
+        write_atomic(run.config_file, yamlfile.dump(loaded.written))
+        journal = Journal(run)
+        last = journal.status.submitted
+        number = last.number + 1 if last is not None else 1
+        token = new_token(run.name, number)
+        journal.append(
+            Submitted(
+                token=token,
+                number=number,
+                scheduler="local",
+                launcher=launch.launcher,
+                user=user_name(),
+                host=socket.gethostname(),
+                folder=str(Path.cwd()),
+                config={key: loaded.written[key] for key in ("name", "seed", "params")},
+            )
+        )
+    launched.tenure = attempt.take_over(run, Me(job_id=f"local-{os.getpid()}", token=token))
+    return attempt.begin(launched.tenure, [], launch.topology.world_size)
 
 
-def own_script() -> str:
-    """The path of the user's script that this process runs; empty where it is none, as in a notebook."""
-    script = Path(sys.argv[0])
-    if script.suffix != ".py" or not script.is_file() or Path(__file__).parents[1] in script.resolve().parents:
-        return ""
-    return str(script.resolve())
+def _export_place(launch: Launch, ranks: RankGroup) -> Reservation | None:
+    """Set the variables of torchrun for libraries and for processes that a script starts.
 
-
-def _is_another(before: str, script: str) -> bool:
-    """Whether a run is of another script: not one that was moved or copied."""
-    if not before or not script or before == script or not Path(before).is_file():
-        return False
-    return Path(before).read_bytes() != Path(script).read_bytes()
-
-
-def give_config(run: RunDir, config: Config, group: RankGroup, disks: Disks) -> None:
-    """Write the config on the disks that are not rank 0's, too: a jobkit.init in a `command:` looks for it there."""
-    is_first = group.rank != 0 and any(disk[0] == group.rank for disk in disks)
-    group.all_or_none(lambda: run.write_config(config) if is_first else None)
-
-
-def refuse_different_configs(config: Config, group: RankGroup) -> None:
-    """Raise InputError, on all ranks, where machines were given different YAMLs or overrides. Collective.
-
-    What is secret in a config is not sent: digests of its values are.
+    Where the launcher named no address, rank 0 chooses one, and keeps the port that is returned.
     """
-    values = {key: value for key, value in dataclasses.asdict(config).items() if key not in OF_THIS_MACHINE}
-    own = {key: _digest(value) for key, value in values.items()}
-    found = group.gather((socket.gethostname(), run_name(config), own))
-    host, name, first = found[0]
-    for rank, (other_host, other_name, other) in enumerate(found):
-        if differ := [key for key in first if other.get(key) != first[key]]:
+    topology, port = launch.topology, None
+    if ranks.is_main and not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):
+        port = Reservation()
+        os.environ.update(MASTER_ADDR=own_addresses(topology.nodes)[0], MASTER_PORT=str(port.port))
+    address = ranks.broadcast({name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")})
+    os.environ.update(
+        address,
+        RANK=str(topology.rank),
+        WORLD_SIZE=str(topology.world_size),
+        LOCAL_RANK=str(topology.local_rank),
+        LOCAL_WORLD_SIZE=str(topology.local_world_size),
+        GROUP_RANK=str(topology.node),
+    )
+    return port
+
+
+def _check_same_run(config: Config, run: RunDir, ranks: RankGroup) -> None:
+    """Raise InputError, on all ranks, where the command of another machine has other values."""
+    everyones = ranks.gather((run.name, {key: repr(value) for key, value in config.params.items()}))
+    name, params = everyones[0]
+    for rank, (other, others) in enumerate(everyones):
+        if other != name:
+            keys = sorted(key for key in {**params, **others} if params.get(key) != others.get(key))
+            words = f"params.{keys[0]} is another" if keys else f"its run is {other}, and rank 0's is {name}"
             raise InputError(
-                f"rank {rank} on {other_host} was given another {', '.join(differ)} ({other_name}) than rank 0 on "
-                f"{host} ({name}): give all machines the same YAML and the same overrides"
+                f"rank {rank} was given other values than rank 0: {words}; all ranks are one run: give all machines "
+                "the same command, and leave out of the params what differs between ranks"
             )
 
 
-def show_first_traceback(store: Store) -> None:
-    """Let the first rank that fails print its traceback, and the others a line: theirs follow from it, or say the same.
+def _disks(rank: Rank, ranks: RankGroup) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks by disk; nothing where all share a disk.
 
-    `store` is one that all ranks see. Where it has gone, a rank prints its own.
+    Raises InputError, on all ranks, where machines that share none would keep a part of the state each.
     """
-    shown = sys.excepthook
-
-    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        is_first = True
-        with contextlib.suppress(RuntimeError):
-            store.set_timeout(timedelta(seconds=STORE_SECONDS))
-            is_first = store.add("jobkit.worker/tracebacks", 1) == 1
-        if is_first:
-            shown(kind, error, trace)
-        else:
-            line = (str(error).splitlines() or [""])[0]
-            print(f"rank {os.environ['RANK']} ended after another rank: {kind.__name__}: {line}", file=sys.stderr)
-
-    sys.excepthook = show
+    folder, spread = rank.run.path.parent, rank.config.parallel
+    if rank.local_rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+    ranks.barrier()
+    disks = disks_of(folder, rank, ranks)
+    if disks and (spread.data, spread.tensor, spread.pipeline) != ("ddp", 1, 1):
+        hint = f"let {folder} be one folder for all machines, or take ddp"
+        raise InputError("no machine would have the whole state on its disk", key="parallel", hint=hint)
+    return disks
 
 
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+def _prepare_disks(rank: Rank, loaded: Loaded, ranks: RankGroup, disks: tuple[tuple[int, ...], ...]) -> None:
+    """Write on each disk that is not rank 0's what its ranks read there."""
+    lease = ranks.broadcast(rank.run.lease() if ranks.is_main else None)
+    if rank.rank in [disk[0] for disk in disks[1:]]:
+        rank.run.checkpoints.mkdir(parents=True, exist_ok=True)
+        write_atomic(rank.run.config_file, yamlfile.dump(loaded.written))
+        records.write(rank.run.lease_file, lease)
+    if disks and ranks.is_main:
+        log.info("the machines share no disk: each has whole checkpoints in its %s", rank.run.path)
+    ranks.barrier()
+
+
+def with_topology(config: Config, launch: Launch) -> Config:
+    """Return the config with the launcher's number of ranks: it decides, not the YAML."""
+    topology = launch.topology
+    gpus = config.resources.gpus_per_task
+    if not isinstance(gpus, int):
+        import torch
+
+        gpus = int(torch.accelerator.is_available())
+    resources: Resources = dataclasses.replace(
+        config.resources, nodes=topology.nodes, tasks_per_node=topology.local_world_size, gpus_per_task=gpus
+    )
+    return dataclasses.replace(config, resources=resources)
+
+
+def _watch_requests(rank: Rank, token: str) -> None:
+    """In a thread of rank 0: a request of a command stops the run."""
+    while request_of(rank.run, token, rank.attempt) is None:
+        time.sleep(REQUEST_SECONDS)
+    rank.page.ask_to_stop()

@@ -1,6 +1,8 @@
-"""Which launcher started this process (jobkit's own parents fork their ranks), and what it says.
+"""The launcher that started this process (jobkit's agent, torchrun, mpirun, srun), and the place that it gives it.
 
-One row of environment variables for each launcher.
+    environment --find_launch--> Launch(launcher, Topology, rendezvous)
+
+One row of LAUNCHERS for each launcher. A rank of jobkit's own agent has the variables of RANK_FAMILY.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from jobkit.errors import DistributedError
 
 @dataclass(frozen=True)
 class Topology:
-    """Which rank of which world this process is."""
+    """The place of a process in a world of ranks."""
 
     rank: int = 0
     world_size: int = 1
@@ -24,39 +26,6 @@ class Topology:
     local_world_size: int = 1
     node: int = 0
     nodes: int = 1
-
-    def check(self, per_node: int, least: int, most: int) -> None:
-        """Raise DistributedError where there are other ranks than `per_node` on each of `least` to `most` nodes."""
-        if self.world_size != self.nodes * per_node or not least <= self.nodes <= most:
-            raise DistributedError(
-                f"this task was started as rank {self.rank} of {self.world_size}, but the run has resources for "
-                f"{most * per_node} rank(s): the tasks would train apart from each other. Check resources.nodes, "
-                "resources.tasks_per_node and the cluster's own options."
-            )
-
-    def environment(self, address: str, port: int) -> dict[str, str]:
-        return {
-            "RANK": str(self.rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_RANK": str(self.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.local_world_size),
-            "GROUP_RANK": str(self.node),
-            "MASTER_ADDR": address,
-            "MASTER_PORT": str(port),
-        }
-
-
-def topology_of(environment: Any) -> Topology:
-    """The Topology that a Submitit JobEnvironment describes; nodes have equally many tasks."""
-    nodes = environment.num_nodes
-    return Topology(
-        rank=environment.global_rank,
-        world_size=environment.num_tasks,
-        local_rank=environment.local_rank,
-        local_world_size=max(1, environment.num_tasks // nodes),
-        node=environment.node,
-        nodes=nodes,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +42,13 @@ class Launcher:
     only_with: str | None = None
     """A variable without which the others do not mean this process."""
     launch: tuple[str, ...] = ()
-    """What tells one launch from the next."""
+    """Variables that tell one launch from the next."""
 
     def started_this(self, environ: Mapping[str, str]) -> bool:
         return all(environ.get(name) for name in (self.rank, self.world_size, self.only_with) if name is not None)
 
     def tasks(self, environ: Mapping[str, str]) -> int:
-        """How many tasks it says that it started; 1 where it says nothing."""
+        """The number of tasks that it started by its own account; 1 if it says nothing."""
         if self.only_with is not None and not environ.get(self.only_with):
             return 1
         return _number(environ, self.world_size) or 1
@@ -96,9 +65,8 @@ RANK_FAMILY = Launcher(
 )
 
 LAUNCHERS = (
-    dataclasses.replace(  # and torch.distributed.launch, which is the same program
-        RANK_FAMILY, name="torchrun", only_with="TORCHELASTIC_RUN_ID", launch=("TORCHELASTIC_RUN_ID",)
-    ),
+    # torch.distributed.launch is the same program.
+    dataclasses.replace(RANK_FAMILY, name="torchrun", only_with="TORCHELASTIC_RUN_ID", launch=("TORCHELASTIC_RUN_ID",)),
     RANK_FAMILY,
     Launcher(
         name="mpirun",
@@ -120,12 +88,12 @@ LAUNCHERS = (
     Launcher(
         name="srun",
         rank="SLURM_PROCID",
-        world_size="SLURM_STEP_NUM_TASKS",  # of an interactive step SLURM_NTASKS is the job's
+        world_size="SLURM_STEP_NUM_TASKS",  # in an interactive step SLURM_NTASKS is the job's
         local_rank="SLURM_LOCALID",
         local_world_size="SLURM_STEP_TASKS_PER_NODE",
         node="SLURM_NODEID",
         nodes="SLURM_STEP_NUM_NODES",
-        only_with="SLURM_STEP_ID",  # a batch script without srun is one task, however many the job may have
+        only_with="SLURM_STEP_ID",  # a batch script without srun is one task, however many the job has
         launch=("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
     ),
     Launcher(
@@ -137,37 +105,41 @@ LAUNCHERS = (
         launch=("PMI_JOBID", "SLURM_JOB_ID", "SLURM_STEP_ID"),
     ),
 )
-"""Innermost first: torchrun under srun, and mpirun in a Slurm job, are what they were started by last."""
+"""The innermost first: torchrun under srun, and mpirun in a Slurm job, started this process last."""
 
 PLACE = ("local_rank", "local_world_size", "node", "nodes")
 """Fields of a Topology that a launcher may leave out."""
 
+Rendezvous = Literal["alone", "env", "file", "group"]
+"""`env`: at MASTER_ADDR and MASTER_PORT; `file`: through a file that rank 0 writes; `group`: the ranks have met."""
+
 
 @dataclass(frozen=True)
 class Launch:
-    """This process's place in a launch, and how it finds the others."""
+    """This process's place in a launch, and how it finds the other ranks.
+
+    launch = find_launch(os.environ)
+    launch.launcher, launch.topology.rank      # ("torchrun", 3)
+    """
 
     launcher: str
     topology: Topology
-    rendezvous: Literal["alone", "env", "file", "group"]
-    """`env`: at MASTER_ADDR and MASTER_PORT; `file`: through a file that rank 0 writes; `group`: they have met."""
+    rendezvous: Rendezvous
     key: str = ""
     """Names the launch, for the file."""
-    guessed: tuple[str, ...] = ()
-    """Fields of `topology` that no variable gives: the hosts' names will, once the ranks know them."""
 
 
-def find_topology(environ: Mapping[str, str], group: tuple[int, int] | None = None) -> Launch:
-    """What `environ` says about this process; `group` is (rank, world size) of a process group that it is in already.
+def find_launch(environ: Mapping[str, str], group: tuple[int, int] | None = None) -> Launch:
+    """Return the place that `environ` gives this process.
 
-    Raises DistributedError for several tasks each of which would take itself for the only one, and for values that
-    are none.
+    `group` is (rank, world size) of a process group that it is in already. Raises DistributedError where several tasks
+    would each take itself for the only one, for values that are no numbers, and for ranks that cannot meet.
     """
-    launcher = next((one for one in LAUNCHERS if one.started_this(environ)), None)
+    launcher = next((launcher for launcher in LAUNCHERS if launcher.started_this(environ)), None)
     if launcher is None and group is None and environ.get("PMIX_RANK"):
         raise DistributedError(
-            f"PMIX_RANK={environ['PMIX_RANK']}: an MPI started this task, but OMPI_COMM_WORLD_SIZE and PMI_SIZE, which "
-            "say how many there are, did not reach it: each would train alone in the same run directory"
+            f"PMIX_RANK={environ['PMIX_RANK']}: an MPI started this task, but its number of tasks, in "
+            "OMPI_COMM_WORLD_SIZE or PMI_SIZE, did not reach it: each task would train alone in the same run directory"
         )
     given = _given(launcher, environ)
     if group is not None and group != (given.get("rank", 0), given.get("world_size", 1)):
@@ -175,35 +147,41 @@ def find_topology(environ: Mapping[str, str], group: tuple[int, int] | None = No
     topology = _complete(given)
     name = launcher.name if launcher is not None else "python"
     _check_one_world(topology, name, environ)
-    rendezvous: Literal["alone", "env", "file", "group"] = "file"
+    rendezvous: Rendezvous = "file"
     if group is not None:
         rendezvous = "group"
     elif topology.world_size == 1:
         rendezvous = "alone"
     elif environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"):
         rendezvous = "env"
-    key = "-".join([name, *(environ[one] for one in (launcher.launch if launcher else ()) if environ.get(one))])
-    guessed = tuple(field for field in PLACE if field not in given) if topology.world_size > 1 else ()
-    return Launch(name, topology, rendezvous, re.sub(r"[^\w.]+", "-", key), guessed)
+    variables = launcher.launch if launcher is not None else ()
+    words = [environ[variable] for variable in variables if environ.get(variable)]
+    if rendezvous == "file" and not words:  # the name of the file would be that of a launch that was killed
+        raise DistributedError(
+            f"rank {topology.rank} of {topology.world_size} by {name}, which does not say where the ranks meet: set "
+            "MASTER_ADDR and MASTER_PORT, alike for all ranks, or start them by torchrun"
+        )
+    return Launch(name, topology, rendezvous, re.sub(r"[^\w.]+", "-", "-".join([name, *words])))
 
 
 def _given(launcher: Launcher | None, environ: Mapping[str, str]) -> dict[str, int]:
+    """The fields of a Topology that the launcher's variables give."""
     if launcher is None:
         return {}
     node = _number(environ, launcher.node) or 0
     values = {field: _number(environ, getattr(launcher, field), node) for field in ("rank", "world_size", *PLACE)}
-    found = {field: value for field, value in values.items() if value is not None}
-    if found.get("nodes", 0) and found["world_size"] % found["nodes"] == 0:
-        found.setdefault("local_world_size", found["world_size"] // found["nodes"])
-    if found["rank"] >= found["world_size"]:
+    given = {field: value for field, value in values.items() if value is not None}
+    if given.get("nodes", 0) and given["world_size"] % given["nodes"] == 0:
+        given.setdefault("local_world_size", given["world_size"] // given["nodes"])
+    if given["rank"] >= given["world_size"]:
         raise DistributedError(
-            f"{launcher.rank}={found['rank']} with {launcher.world_size}={found['world_size']}: there is no such rank"
+            f"{launcher.rank}={given['rank']} with {launcher.world_size}={given['world_size']}: there is no such rank"
         )
-    return found
+    return given
 
 
 def _number(environ: Mapping[str, str], name: str | None, node: int = 0) -> int | None:
-    """A variable's value; None where it is not set. Slurm lists one number for each node, as in `2(x3),1`."""
+    """A variable's value; None if it is not set. Slurm lists a number for each node, as in `2(x3),1`."""
     text = environ.get(name) if name is not None else None
     if not text:
         return None
@@ -215,7 +193,7 @@ def _number(environ: Mapping[str, str], name: str | None, node: int = 0) -> int 
 
 
 def _complete(given: dict[str, int]) -> Topology:
-    """A Topology with what is not known guessed: as if the ranks filled one node after the other."""
+    """A Topology in which the unknown fields are guessed: as if the ranks filled one node after the other."""
     place: dict[str, Any] = {"rank": 0, "world_size": 1} | given
     per_node = max(1, place.setdefault("local_world_size", place["world_size"]))
     place.setdefault("local_rank", place["rank"] % per_node)
@@ -225,14 +203,14 @@ def _complete(given: dict[str, int]) -> Topology:
 
 
 def _check_one_world(topology: Topology, name: str, environ: Mapping[str, str]) -> None:
-    """Raise DistributedError where somebody started more tasks than this one knows of."""
+    """Raise DistributedError if somebody started more tasks than this one knows of."""
     for other in LAUNCHERS:
-        known = topology.world_size
-        if name == "torchrun" and other.world_size != "WORLD_SIZE":  # one agent a task, each with its own ranks
-            known = _number(environ, "GROUP_WORLD_SIZE") or known
-        if other.tasks(environ) > known:
+        counted = topology.world_size
+        if name == "torchrun" and other.world_size != "WORLD_SIZE":  # one torchrun a task, each with its own ranks
+            counted = _number(environ, "GROUP_WORLD_SIZE") or counted
+        if other.tasks(environ) > counted:
             raise DistributedError(
-                f"{other.world_size}={environ[other.world_size]}: several tasks were started, but this one is told "
-                f"({name}) that it is rank {topology.rank} of {topology.world_size}, so each would train alone in the "
-                f"same run directory. Start one task, let one launcher count them, or unset {other.world_size}."
+                f"{other.world_size}={environ[other.world_size]}: several tasks were started, but by {name} this one "
+                f"is rank {topology.rank} of {topology.world_size}: each task would train alone in the same run "
+                f"directory. Start one task, let one launcher count them, or unset {other.world_size}."
             )

@@ -1,34 +1,32 @@
-"""What Submitit pickles: the run's directory and nothing else. The rest is on disk, where a requeue finds it too."""
+"""The object that Submitit pickles for each submission: the run's directory. Everything else is on the disk.
+
+submission: Worker("runs/toy-11f5f19c") --pickle--> submitit/submitted.pkl --each rank--> Worker()()
+"""
 
 from __future__ import annotations
 
-import gc
+import os
+import sys
 from dataclasses import dataclass
+from typing import NoReturn
 
 
 @dataclass(frozen=True)
 class Worker:
-    """Runs one rank of one attempt."""
+    """Runs one rank of one attempt.
+
+    SlurmExecutor(plan).submit(Worker(str(run.path)))
+    """
 
     run: str
-    """The run directory."""
+    """The run directory, as the submission saw it; JOBKIT_RUN is its place now, if somebody has moved it since."""
 
-    def __call__(self) -> None:
-        # Imported in the job only: the submitting side pickles this class and must not pay for torch.
+    def __call__(self) -> NoReturn:
+        # Imported in the rank: the submission pickles this class and must be quick.
         from jobkit.log import configure
-        from jobkit.run import compiler_cache
         from jobkit.run.rundir import RunDir
+        from jobkit.worker.task import run_rank
 
         configure("stdout")
-        compiler_cache.use(RunDir(self.run))  # before torch, which reads the variables when it is imported
-        if RunDir(self.run).config().command:
-            from jobkit.worker.command import become_command
-
-            become_command(self.run)
-        else:
-            gc.disable()  # what an import makes stays: to look through it while it grows takes 0.8 s of torch's 7
-            from jobkit.worker.task import run_rank
-
-            gc.freeze()  # nor does a collection during training look through them
-            gc.enable()
-            run_rank(self.run)
+        # Not returned: Submitit would pickle a result for each rank, and fail a rank that finished on a full disk.
+        sys.exit(run_rank(RunDir(os.environ.get("JOBKIT_RUN", self.run))))

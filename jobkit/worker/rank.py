@@ -1,75 +1,108 @@
-"""A rank of an attempt, once it has a device and a process group."""
+"""A rank: one process of an attempt, its place among the others, and the ways in which it speaks to the outside.
+
+agent --environment, page--> Rank --beats--> page --> agent (watchdog)
+                                  --Progress--> progress.json (rank 0)
+                                  --End--> ends/<attempt>/<rank>.json (worker/ending.py)
+"""
 
 from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
-import torch
-
-from jobkit.group import RankGroup
-from jobkit.run.config import Config
-from jobkit.run.own_outputs import place_outputs
+from jobkit.errors import LostLease
+from jobkit.run import records
+from jobkit.run.records import Progress
 from jobkit.run.rundir import RunDir
-from jobkit.train.devices import check_precision, choose_device, group_backend, report
-from jobkit.worker.determinism import set_switches, set_variables
-from jobkit.worker.disks import Disks
-from jobkit.worker.launcher import Topology
-from jobkit.worker.rendezvous import Rendezvous
+from jobkit.run.schema import Config
+from jobkit.run.slots import Page, Phase
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Rank:
-    """Which rank of which attempt this process is, and its device and group."""
+    """One rank of one attempt.
+
+    def train(rank: Rank):                       # `task: mytask:train`
+        for step in range(rank.params["steps"]):
+            rank.beat(step)
+            rank.report(step=step + 1)
+            if rank.stop_asked: ...              # save, then raise Stopped
+        return {"steps": rank.params["steps"]}
+    """
 
     run: RunDir
-    config: Config
     attempt: int
-    topology: Topology
-    device: torch.device
-    group: RankGroup
-    """All ranks, for agreements at step boundaries."""
-    joined: float = 0.0
-    """When the group had formed, in seconds since the epoch."""
-    disks: Disks = ()
-    """Which ranks share a run directory, where nodes have one each; empty where there is one for all."""
-    owns_process_group: bool = True
-    """Whether the process group ends with the attempt; one that the script formed is the script's."""
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node: int
+    """Index of its node, from 0."""
+    page: Page
+    _loop_began: float | None = None
+
+    @classmethod
+    def of_environment(cls, run: RunDir) -> Rank:
+        """The rank that an agent has made of this process (worker/rendezvous.py has the variables)."""
+        return cls(
+            run=run,
+            attempt=int(os.environ["JOBKIT_ATTEMPT"]),
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            local_rank=int(os.environ["LOCAL_RANK"]),
+            local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
+            node=int(os.environ["GROUP_RANK"]),
+            page=Page.of_environment(os.environ) or Page.create(),
+        )
+
+    @cached_property
+    def config(self) -> Config:
+        """The run's config. Raises InputError if a variable of the environment is not set on this node."""
+        return self.run.config()
+
+    @cached_property
+    def params(self) -> dict[str, Any]:
+        """The YAML's `params`, with the run directory in the place of `${run_dir}`."""
+        from jobkit.run.load import with_run_dir
+
+        params: dict[str, Any] = with_run_dir(self.config.params, self.run.path)
+        return params
 
     @property
-    def is_main(self) -> bool:
-        return self.topology.rank == 0
+    def stop_asked(self) -> bool:
+        """True once this rank has to save and end."""
+        return self.page.stop_asked
 
-    @property
-    def devices(self) -> list[torch.device]:
-        """`device`, and with several `gpus_per_task` those after it: each has a generator of its own."""
-        if self.device.index is None:
-            return [self.device]
-        first, count = self.device.index, max(1, self.config.resources.devices_per_rank)
-        return [torch.device(self.device.type, first + number) for number in range(count)]
+    def beat(self, step: int, phase: Phase = Phase.STEPPING) -> None:
+        """Say that `step` steps are done: once a step, and within evaluations and saves."""
+        self.page.beat(self.attempt, phase, step)
 
+    def beat_again(self) -> None:
+        """Say that the rank lives, and waits for something slow."""
+        beat = self.page.read()
+        self.beat(beat.step, beat.phase)
 
-def join(found: Rendezvous, run: RunDir, config: Config, attempt: int, disks: Disks = ()) -> Rank:
-    """Choose this rank's device and form the process group, on all ranks of a rendezvous together.
+    def report(self, **fields: Any) -> None:
+        """Write progress.json, on rank 0; `fields` are those of records.Progress."""
+        if self.rank == 0:
+            if fields.get("step") is not None:
+                self._loop_began = self._loop_began or time.time()
+            progress = Progress(attempt=self.attempt, time=time.time(), loop_began=self._loop_began, **fields)
+            with suppress(OSError):  # a view: the training goes on while the disk is full
+                records.write(self.run.progress_file, progress, durable=False)
 
-    Raises DistributedError on all of them where one has no device.
-    """
-    topology, config = found.topology, place_outputs(config, run)
+    def check_lease(self) -> None:
+        """Raise LostLease if another attempt owns the run: before each file that others take for the truth.
 
-    def choose() -> tuple[torch.device, str]:
-        gpus = config.resources.devices_per_rank
-        set_variables(config.deterministic, os.environ)
-        device = choose_device(config.device, gpus, topology.local_rank, topology.local_world_size)
-        check_precision(device, config.precision)
-        set_switches(config.deterministic)
-        return device, group_backend(device, config.backend)
-
-    # Together: a rank that failed alone would leave the others waiting in init_process_group, for minutes.
-    device, backend = found.group.all_or_none(choose)
-    group = found.form_group(backend)
-    rank = Rank(run, config, attempt, topology, device, group, time.time(), disks, found.store is not None)
-    where = report(device, backend, topology.rank, topology.nodes, group.gather)
-    if rank.is_main or "JOBKIT_LOGS" in os.environ:  # elsewhere all ranks print into one terminal
-        print(where, flush=True)
-    return rank
+        A node that was cut off, or a process that was stopped, may come back then. Raises OSError where the disk does
+        not say who owns it.
+        """
+        lease = self.run.lease()
+        if lease is None or lease.attempt != self.attempt:
+            raise LostLease(
+                f"another attempt has taken {self.run.name} over; attempt {self.attempt} writes nothing more"
+            )

@@ -1,4 +1,4 @@
-"""ctx.values: plain values of a training script, as its best score, in the checkpoint."""
+"""ctx.values: plain values and tensors of a training script, as its best score, in the checkpoint."""
 
 from __future__ import annotations
 
@@ -6,64 +6,45 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
-
-from jobkit.errors import UsageError
-
-_PLAIN = (bool, int, float, str, type(None))
 
 
 class Values:
-    """Plain values by name, as attributes: numbers, texts, None, and lists, tuples and dicts of such.
+    """Values by name, as attributes: `state = ctx.values(best=0.0, x=x)`; `state.best = 1.0`.
 
-    A number of NumPy's, and a tensor of one element, become Python's. Each rank has its own.
+    Numbers, texts, None, tensors, and lists and dicts of these are kept as they are given. Each rank has its own.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        for name, value in values.items():
-            setattr(self, name, value)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
-            value = value.item()
-        _check(name, value)
-        super().__setattr__(name, value)
+        vars(self).update(values)
 
     def __repr__(self) -> str:
         return f"Values({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of the values. Raises UsageError where one has become something else."""
-        for name, value in vars(self).items():
-            _check(name, value)
-        return copy.deepcopy(vars(self))
+        return dict(vars(self))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the values of a checkpoint; a list or dict stays the object that the script may hold."""
-        for name, value in copy.deepcopy(dict(state)).items():
-            held = vars(self).get(name)
-            if isinstance(held, dict) and isinstance(value, dict):
-                held.clear()
-                held.update(value)
-            elif isinstance(held, list) and isinstance(value, list):
-                held[:] = value
-            else:
-                vars(self)[name] = value
+        """Take the values of a checkpoint. A tensor, a list or a dict stays the object that the script may hold."""
+        for name, value in state.items():
+            vars(self)[name] = _taken(vars(self).get(name), value)
 
 
-def _check(name: str, value: Any) -> None:
-    if isinstance(value, _PLAIN):
-        return
-    if isinstance(value, (list, tuple)):
-        for one in value:
-            _check(name, one)
-    elif isinstance(value, dict):
-        for key, one in value.items():
-            _check(name, key)
-            _check(name, one)
-    else:
-        raise UsageError(
-            f"ctx.values: {name} is a {type(value).__name__}, allowed are numbers, texts, None, and lists and dicts of "
-            "such; what has a state_dict is tracked: ctx.epochs(n, model=model) or ctx.track(model=model)"
-        )
+def _taken(held: Any, value: Any) -> Any:
+    """Return a value of a checkpoint, in the object that the script holds, where that is of its form."""
+    if isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor) and _form(held) == _form(value):
+        with torch.no_grad():
+            return held.copy_(value)
+    if isinstance(held, dict) and isinstance(value, dict):
+        items = {key: _taken(held.get(key), item) for key, item in value.items()}
+        held.clear()
+        held.update(items)
+        return held
+    if isinstance(held, list) and isinstance(value, list):
+        held[:] = [_taken(held[number] if number < len(held) else None, item) for number, item in enumerate(value)]
+        return held
+    return copy.deepcopy(value)
+
+
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.device

@@ -1,1 +1,0 @@
-"""What several tests share: a user's project, groups of ranks, waiting."""

@@ -1,318 +1,212 @@
-"""jobkit.init(): a plain script gets the same context; tasks that would train apart are refused."""
+"""Scripts with jobkit.init: under plain python, torchrun and a YAML's `command:`; and a YAML under torchrun."""
 
 from __future__ import annotations
 
-import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from harness.project import Project, events, logged_steps, status, step, wait_for
-
-from jobkit.addresses import free_port
-from jobkit.worker.startup import jobkit_snapshot
+from harness.runs import PATIENCE, Launch, Project, wait_until
 
 SCRIPT = """\
-import time
-import torch
-import jobkit
-
-ctx = jobkit.init(name="plain", params={"steps": 40}, runs_dir="runs")
-model = ctx.parallelize(torch.nn.Linear(4, 4))
-optimizer = torch.optim.AdamW(model.parameters())
-ctx.track(model=model, optimizer=optimizer)
-for step in ctx.steps(ctx.params.steps):
-    loss = model(torch.randn(8, 4)).square().mean()
-    loss.backward(); optimizer.step(); optimizer.zero_grad()
-    ctx.log({"train/loss": loss})
-    time.sleep(SLEEP)
-ctx.finish({"loss": loss.item()})
-"""
-
-
-def run_script(folder: Path, sleep: float, **environment: str) -> subprocess.Popen[str]:
-    (folder / "train.py").write_text(SCRIPT.replace("SLEEP", str(sleep)))
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.Popen([sys.executable, "train.py"], cwd=folder, env=env, text=True, stderr=subprocess.PIPE)
-
-
-def test_a_plain_script_resumes_and_ends_with_the_uninterrupted_weights(tmp_path: Path) -> None:
-    weights = []
-    for folder, interrupted in ((tmp_path / "a", False), (tmp_path / "b", True)):
-        folder.mkdir()
-        if interrupted:
-            process = run_script(folder, 0.05)
-            wait_for("a run directory", lambda: list(folder.glob("runs/*/config.yaml")))  # noqa: B023
-            (run,) = folder.glob("runs/plain-*")
-            wait_for("some steps", lambda: step(run) >= 5, run)  # noqa: B023
-            process.send_signal(signal.SIGTERM)
-            process.communicate(timeout=600)
-            assert process.returncode == 75
-            assert status(run)["state"] == "interrupted"
-        process = run_script(folder, 0.0)
-        _, errors = process.communicate(timeout=600)
-        assert process.returncode == 0, errors
-        (run,) = folder.glob("runs/plain-*")
-        assert status(run)["state"] == "finished"
-        assert logged_steps(run) == list(range(40))
-        weights.append((run / "final" / "model.safetensors").read_bytes())
-    assert weights[0] == weights[1]
-
-
-SEES_AT_ONCE = "import jobkit.worker.disks\njobkit.worker.disks.LATE_SECONDS = 0.1  # no file server here\n"
-
-
-def agents(folder: Path, sleep: float) -> list[subprocess.Popen[str]]:
-    """torchrun as on two machines: each has a folder of its own, and no other disk."""
-    port, started = free_port(), []
-    for node in (0, 1):
-        own = folder / f"node{node}"
-        own.mkdir(exist_ok=True)
-        (own / "train.py").write_text(SEES_AT_ONCE + SCRIPT.replace("SLEEP", str(sleep)))
-        words = ["--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
-        command = [sys.executable, "-m", "torch.distributed.run", *words, f"--master-port={port}", "train.py"]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        started.append(subprocess.Popen(command, cwd=own, env=env, text=True, stderr=subprocess.PIPE))
-    return started
-
-
-def test_two_machines_without_a_shared_disk_each_keep_a_copy_and_resume(tmp_path: Path) -> None:
-    first = agents(tmp_path, 0.05)
-    wait_for("a run", lambda: list(tmp_path.glob("node0/runs/*/config.yaml")) or first[0].poll() is not None)
-    (run,) = tmp_path.glob("node0/runs/plain-*")
-    wait_for("some steps", lambda: step(run) >= 5 or first[0].poll() is not None, run)
-    first[0].send_signal(signal.SIGTERM)
-    said = [process.communicate(timeout=600)[1] for process in first]
-    assert status(run)["state"] == "interrupted", said
-    second = agents(tmp_path, 0.0)
-    said = [process.communicate(timeout=600)[1] for process in second]
-    assert [process.returncode for process in second] == [0, 0], said
-    stopped, resumed = status(run)["attempts"]
-    assert resumed["first_step"] == stopped["last_step"] >= 5
-    assert logged_steps(run) == list(range(40))
-    for node in (0, 1):
-        assert list(tmp_path.glob(f"node{node}/runs/plain-*/checkpoints/step_00000040/manifest.json"))
-
-
-def test_ranks_that_name_different_yamls_are_refused(tmp_path: Path) -> None:
-    for rank, precision in enumerate(("fp32", "bf16")):
-        (tmp_path / f"of_rank_{rank}.yaml").write_text(f"name: plain\ntask: train:main\nprecision: {precision}\n")
-    names = "import os, jobkit\njobkit.init(f'of_rank_{os.environ[\"RANK\"]}.yaml', runs_dir='runs')\n"
-    (tmp_path / "train.py").write_text(names)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=600)
-    assert done.returncode == 1
-    assert "was given another precision" in done.stderr
-    assert not list(tmp_path.glob("runs/*/status.json"))
-
-
-def test_an_exception_in_a_plain_script_is_journalled_as_failed(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT.replace("SLEEP", "0").replace("loss.backward()", "1 / 0"))
-    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, text=True, capture_output=True, timeout=600)
-    assert done.returncode == 1 and "ZeroDivisionError" in done.stderr
-    (run,) = tmp_path.glob("runs/plain-*")
-    assert status(run)["state"] == "failed"
-    assert "ZeroDivisionError" in status(run)["error"]
-
-
-HELD = """\
 import sys, time
 import torch
-import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+import jobkit
+from training_task import Points, digest, mark, network
 
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-total = torch.ones(1)
-free = sys.getrefcount(total)
-sys.setswitchinterval(1000)  # no thread gets Python's lock unless this one gives it away, as on a busy machine
-held = False
-while not held:
-    dist.all_reduce(total, async_op=True)
-    soon = time.monotonic() + 0.2
-    while time.monotonic() < soon:  # the work is done, and its thread wants the lock to free the tensor
-        pass
-    held = sys.getrefcount(total) > free
-END
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the states of threads are read from /proc")
-@pytest.mark.parametrize(("end", "code"), [("", 0), ("sys.exit(75)", 75), ("1 / 0", 1)])
-def test_a_thread_that_still_frees_a_tensor_does_not_change_the_exit_code(tmp_path: Path, end: str, code: int) -> None:
-    (tmp_path / "held.py").write_text(HELD.replace("END", end))
-    # As in a `command:` of a job; a script with jobkit.init waits by itself.
-    environment = {**os.environ, **jobkit_snapshot.environment(str(tmp_path), str(tmp_path / "code"), os.environ)}
-    command = [sys.executable, "held.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=600)
-    assert done.returncode == code, done.stderr
-
-
-def test_the_last_thing_a_script_does_is_to_wait_for_pytorchs_threads(tmp_path: Path) -> None:
-    told = "from jobkit.worker.startup import jobkit_torch_threads as threads\n"
-    told += "threads._states = lambda: print('waits') or []\n"
-    closes = "import jobkit.worker.script as script\nscript.ScriptEnd.run = lambda *_: print('ends')\n"
-    script = SCRIPT.replace("import jobkit\n", f"import jobkit\n{told}{closes}").replace("SLEEP", "0")
-    (tmp_path / "train.py").write_text(script)
-    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, text=True, capture_output=True, timeout=600)
-    assert done.stdout.split()[-2:] == ["ends", "waits"], done.stderr
-
-
-OWN_HOOK = "sys.excepthook = lambda kind, error, trace: print('shown by a hook of its own', file=sys.stderr)\n"
-SHOWN = "sys.excepthook(ValueError, ValueError('no reason to end'), None)\n"
-
-
-@pytest.mark.parametrize(
-    ("inserted", "end", "code", "state"),
-    [(OWN_HOOK, "1 / 0", 1, "failed"), (SHOWN, "loss.backward()", 0, "finished")],
-    ids=["replaced", "called"],
-)
-def test_an_exception_hook_of_a_script_changes_nothing_about_how_it_ended(
-    tmp_path: Path, inserted: str, end: str, code: int, state: str
-) -> None:
-    script = SCRIPT.replace("SLEEP", "0").replace("loss.backward()", end).replace("model =", f"{inserted}model =")
-    (tmp_path / "train.py").write_text(f"import sys\n{script}")
-    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, text=True, capture_output=True, timeout=600)
-    assert done.returncode == code, done.stderr
-    (run,) = tmp_path.glob("runs/plain-*")
-    ends = [event["event"] for event in events(run) if event["event"] in ("failed", "interrupted", "finished")]
-    assert ends == [state] and status(run)["state"] == state
-    assert state == "failed" or logged_steps(run) == list(range(40))
-
-
-WRITES_SLOWLY = """\
-import time
-from jobkit.checkpoint.storage import ChecksummedFile
-
-write = ChecksummedFile.write
-
-def write_slowly(self, data):
-    time.sleep(0.05)
-    write(self, data)
-
-ChecksummedFile.write = write_slowly
-"""
-
-
-@pytest.mark.parametrize(
-    ("end", "code", "state"), [("1 / 0", 1, "failed"), ("raise SystemExit", 0, "interrupted")], ids=["error", "exit"]
-)
-def test_a_checkpoint_under_way_when_a_script_ends_early_becomes_durable(
-    tmp_path: Path, end: str, code: int, state: str
-) -> None:
-    # The last step comes right after a checkpoint was begun.
-    script = SCRIPT.replace("SLEEP", "0").replace("loss.backward()", f"if step == 39: {end}\n    loss.backward()")
-    (tmp_path / "train.py").write_text(WRITES_SLOWLY + script)
-    assert subprocess.run([sys.executable, "train.py"], cwd=tmp_path, timeout=600).returncode == code
-    (run,) = tmp_path.glob("runs/plain-*")
-    assert ("checkpoint", 39) in [(event["event"], event.get("step")) for event in events(run)]
-    assert (run / "checkpoints" / "step_00000039").exists()
-    assert status(run)["state"] == state
-
-
-CLOSES_ITS_CONNECTIONS_FIRST = """\
-if ctx.rank == 1 and step == 3:
-        import contextlib, os, socket
-        for fd in map(int, os.listdir("/proc/self/fd")):
-            with contextlib.suppress(OSError):
-                connection = socket.socket(fileno=os.dup(fd))
-                connection.getpeername()  # not one that listens
-                connection.shutdown(socket.SHUT_RDWR)
-        while not (ctx.run_dir / "logs" / "1" / "error_0.json").exists():
-            time.sleep(0.05)
-        raise ValueError("the cause")
-    loss.backward()"""
-
-
-def test_a_rank_that_only_lost_its_connection_is_not_blamed(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(
-        SCRIPT.replace("SLEEP", "0").replace("loss.backward()", CLOSES_ITS_CONNECTIONS_FIRST)
-    )
-    family = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "train.py"],
-            cwd=tmp_path,
-            env={**os.environ, **family, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            text=True,
-            stderr=subprocess.PIPE,
-        )
-        for rank in (0, 1)
-    ]
-    said = [process.communicate(timeout=600)[1] for process in ranks]
-    assert [process.returncode for process in ranks] == [1, 1], said
-    (run,) = tmp_path.glob("runs/plain-*")
-    reports = [json.loads((run / "logs" / "1" / f"error_{rank}.json").read_text()) for rank in (0, 1)]
-    assert reports[0]["time"] < reports[1]["time"] and "ValueError" not in reports[0]["error"]
-    (failed,) = [event for event in events(run) if event["event"] == "failed"]
-    assert failed["error"] == "rank 1: ValueError: the cause" and failed["failure"]["rank"] == 1
-    assert status(run)["state"] == "failed"
-
-
-def test_several_tasks_that_would_each_train_alone_are_an_error(tmp_path: Path) -> None:
-    process = run_script(tmp_path, 0.0, OMPI_COMM_WORLD_SIZE="4")
-    _, errors = process.communicate(timeout=600)
-    assert process.returncode != 0 and "Traceback" not in errors and "OMPI_COMM_WORLD_SIZE=4" in errors
-    assert not list(tmp_path.glob("runs/*"))
-
-
-OWN_LOOP = """\
-import torch
-def train(ctx):
-    model = ctx.parallelize(torch.nn.Linear(4, 4))
-    optimizer = torch.optim.AdamW(model.parameters())
-    ctx.track(model=model, optimizer=optimizer)
-    for step in ctx.steps(3):
-        model(torch.ones(2, 4)).sum().backward()
+ctx = jobkit.init(name="script", params={"epochs": 4})
+mark(ctx)
+model = network()
+if ctx.world_size > 1:
+    model = ctx.parallelize(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+loader = DataLoader(Points(), batch_size=8, shuffle=True)
+pause = float(sys.argv[1]) if len(sys.argv) > 1 else 0.0
+for epoch in ctx.epochs(ctx.params.epochs, model=model, optimizer=optimizer):
+    for x, y in ctx.batches(loader):
+        loss = nn.functional.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
         optimizer.step()
+        ctx.log({"train/loss": loss})
+        time.sleep(pause)
+ctx.finish({"digest": digest(model.state_dict(), optimizer.state_dict()["state"])})
 """
 
-
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("parallel=zero1", "make it by ctx.optimizer"),
-        ("precision=fp16", "use ctx.backward"),
-        ("comm.local_sgd=2", "by ctx.update"),
-    ],
-)
-def test_a_loop_that_would_not_do_what_the_yaml_asks_for_is_refused(tmp_path: Path, override: str, said: str) -> None:
-    project = Project(tmp_path)
-    (project.path / "mytask.py").write_text(OWN_LOOP)
-    done = project.jobkit("submit", "toy.yaml", "--local", "resources.nodes=1", "retry.crash=1", override, expect=1)
-    assert said in done.stderr
+LAUNCHERS = {
+    "python": [sys.executable],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"],
+    "mpirun": ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable],
+}
 
 
-def test_an_optimizer_that_would_be_saved_in_part_is_refused(tmp_path: Path) -> None:
-    project = Project(tmp_path)
-    own = "torch.distributed.optim.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)"
-    text = OWN_LOOP.replace("torch.optim.AdamW(model.parameters())", own)
-    (project.path / "mytask.py").write_text("import torch.distributed.optim\n" + text)
-    done = project.jobkit("submit", "toy.yaml", "--local", "resources.nodes=1", "retry.crash=1", expect=1)
-    assert "of your own would be saved in part" in done.stderr
+def project(folder: Path) -> Project:
+    made = Project(folder, {**os.environ, "OMP_NUM_THREADS": "1"}, plain=False)  # two threads wait for a busy core
+    shutil.copy(Path(__file__).parents[1] / "harness" / "training_task.py", folder)
+    made.write("script.py", SCRIPT)
+    return made
 
 
-def test_a_mistake_in_a_script_is_told_in_a_line_with_its_place(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(
-        'import jobkit\nctx = jobkit.init(params={}, runs_dir="runs", gpus=0)\nctx.batches([1])\n'
+def start(made: Project, launcher: str, *arguments: str) -> subprocess.Popen[str]:
+    words = [*LAUNCHERS[launcher], *(arguments or ["script.py"])]
+    return subprocess.Popen(
+        words, cwd=made.folder, env=made.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=env, text=True, capture_output=True)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert f"error: {tmp_path}/train.py:3: ctx.batches belongs into `for epoch in ctx.epochs" in done.stderr
 
 
-def test_another_script_of_the_same_name_is_another_run(tmp_path: Path) -> None:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "JOBKIT_RUNS": str(tmp_path / "runs")}
-    lines = "import jobkit\nctx = jobkit.init(params={}, gpus=0)\nfor _ in ctx.steps(2): pass\nctx.finish()\n"
-    codes = []
-    for folder, more in (("a", ""), ("b", "# other"), ("copy", "")):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "train.py").write_text(lines + more)
-        command = [sys.executable, f"{folder}/train.py"]
-        done = subprocess.run(command, cwd=tmp_path, env=env, text=True, capture_output=True)
-        codes.append(done.returncode)
-        if folder == "b":
-            assert f"is a run of {tmp_path}/a/train.py, and this is {tmp_path}/b/train.py" in done.stderr
-    assert codes == [0, 1, 0]
+def only_run(made: Project) -> Launch:
+    return made.launch(wait_until(lambda: next(iter((made.folder / "runs").glob("*-*")), None), "a run directory"))
+
+
+def finish(process: subprocess.Popen[str], code: int = 0) -> str:
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == code, output
+    return output
+
+
+@pytest.mark.parametrize("launcher", ["python", "torchrun"])
+def test_a_script_is_stopped_and_killed_and_goes_on_exactly(tmp_path: Path, launcher: str) -> None:
+    straight = project(tmp_path / "straight")
+    finish(start(straight, launcher))
+    expected = only_run(straight).status.result
+    made = project(tmp_path / "interrupted")
+    process = start(made, launcher, "script.py", "0.3")
+    launch = only_run(made).wait_for_step(8)
+    launch.project.jobkit("preempt", str(launch.run.path), "-y")
+    process.communicate(timeout=PATIENCE)
+    assert launch.causes == ["preempted"]
+    second = start(made, launcher, "script.py", "0.3")
+    launch.wait_for_attempt(2).wait_for_step(launch.ends[0].last_step + 5)  # type: ignore[operator]
+    launch.kill_rank(0)
+    second.communicate(timeout=PATIENCE)
+    finish(start(made, launcher))
+    assert launch.status.result == expected
+    assert launch.status.state == "finished"
+    assert "already finished" in finish(start(made, launcher))
+
+
+def test_ctrl_c_saves_a_script_and_ends_it_with_75(tmp_path: Path) -> None:
+    made = project(tmp_path)
+    process = start(made, "python", "script.py", "0.1")
+    launch = only_run(made).wait_for_step(5)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)  # torchrun sends the terminal's Ctrl-C once more
+    output = finish(process, 75)
+    assert "Traceback" not in output
+    assert launch.status.state == "interrupted"
+    refused = made.jobkit("resume", launch.run.name, check=False)
+    assert (refused.returncode, "by python" in refused.stderr) == (2, True)
+    assert "by python" in made.jobkit("status", launch.run.name).stdout
+    assert launch.ends[0].durable_step == launch.ends[0].last_step
+    for shard in launch.run.checkpoints.glob("step_*/*.safetensors"):
+        shard.write_bytes(b"damaged")
+    assert "Traceback" not in finish(start(made, "python"), 1)
+    assert (launch.status.state, "fresh" in (launch.ends[1].error or "")) == ("failed", True)
+
+
+def test_a_script_that_raises_has_its_error_in_the_journal(tmp_path: Path) -> None:
+    made = project(tmp_path)
+    made.write("script.py", SCRIPT.replace("time.sleep(pause)", "assert ctx.step < 6, 'a fault of the script'"))
+    output = finish(start(made, "python"), 1)
+    assert output.count("Traceback") == 1
+    ended = only_run(made).ends[0]
+    assert (ended.cause, ended.step) == ("crashed", 6)
+    assert "a fault of the script" in str(ended.error)
+
+
+def test_a_script_that_exits_before_its_end_has_not_finished(tmp_path: Path) -> None:
+    made = project(tmp_path)
+    for number, line in enumerate(("sys.exit(3)", "raise SystemExit(3)"), start=1):
+        made.write("script.py", SCRIPT.replace("    time.sleep(pause)", f"    if ctx.step == 6: {line}"))
+        assert "without ctx.finish" in finish(start(made, "python"), 3)
+        launch = only_run(made)
+        assert (launch.status.state, launch.causes) == ("interrupted", ["crashed"] * number)
+        assert launch.ends[-1].last_step == 6
+    made.write("script.py", SCRIPT)
+    finish(start(made, "python"))
+    assert launch.status.state == "finished"
+
+
+def test_a_script_that_died_after_its_last_checkpoint_is_not_run_again(tmp_path: Path) -> None:
+    made = project(tmp_path)
+    made.write("script.py", SCRIPT + "import os, signal; os.kill(os.getpid(), signal.SIGKILL)\n")
+    finish(start(made, "python"), -signal.SIGKILL)
+    made.write("script.py", SCRIPT.replace("ctx.finish(", "ctx.finish(None) or print(loss, "))
+    finish(start(made, "python"))
+    assert "digest" in str(only_run(made).status.result)
+
+
+def test_the_command_of_a_yaml_is_restarted_in_place(tmp_path: Path) -> None:
+    made = project(tmp_path)
+    made.yaml.write_text(
+        f"name: command\ncommand: [{sys.executable}, script.py, '0.1']\nresources: {{tasks_per_node: 2}}\n"
+    )
+    made.write("script.py", SCRIPT.replace('name="script", params={"epochs": 4}', "").replace("ctx.params.epochs", "4"))
+    launch = made.submit("--local", "--detach")
+    launch.wait_for_step(8).kill_rank(1)
+    launch.wait_until_over()
+    assert launch.causes == ["killed", "finished"], launch.describe()
+    assert launch.ends[1].first_step is not None
+
+
+def test_a_yaml_runs_under_torchrun(tmp_path: Path) -> None:
+    made = project(tmp_path)
+    made.yaml.write_text("name: training\ntask: training_task:train\nparams: {steps: 20}\n")
+    output = finish(start(made, "torchrun", "-m", "jobkit.worker", "exp.yaml", "--runs-dir", "elsewhere"))
+    (folder,) = (made.folder / "elsewhere").glob("training-*")
+    assert made.launch(folder).status.state == "finished", output
+
+
+def test_a_yaml_without_a_task_is_for_jobkit_init_and_mpirun_continues_what_torchrun_began(tmp_path: Path) -> None:
+    results = []
+    for name in ("straight", "interrupted"):
+        made = project(tmp_path / name)
+        made.yaml.write_text("name: script\nparams: {epochs: 4}\ncheckpoint: {every: 4}\n")
+        made.write("script.py", SCRIPT.replace('name="script", params={"epochs": 4}', '"exp.yaml"'))
+        if name == "interrupted":
+            process = start(made, "torchrun", "script.py", "0.2")
+            only_run(made).wait_for_step(10).kill_rank(1)
+            process.communicate(timeout=PATIENCE)
+        finish(start(made, "mpirun"))
+        results.append(only_run(made).status.result)
+        assert name == "straight" or only_run(made).ends[-1].first_step in (4, 8, 12)
+    assert results[0] == results[1]
+
+
+def test_a_rank_that_is_told_no_address_ends_with_a_line(tmp_path: Path) -> None:
+    made = project(tmp_path)
+    made.environment |= {"RANK": "0", "WORLD_SIZE": "2"}
+    output = finish(start(made, "python"), 1)
+    assert output.startswith("error: ") and "MASTER_ADDR" in output and "Traceback" not in output
+
+
+def test_sigterm_to_the_whole_group_saves_a_script_whose_loader_has_workers(tmp_path: Path) -> None:
+    made = project(tmp_path)
+    made.write("script.py", SCRIPT.replace("shuffle=True", "shuffle=True, num_workers=2"))
+    words = [sys.executable, "script.py", "0.1"]
+    process = subprocess.Popen(
+        words,
+        cwd=made.folder,
+        env=made.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # as torchrun and timeout start it
+    )
+    launch = only_run(made).wait_for_step(5)
+    os.killpg(process.pid, signal.SIGTERM)
+    finish(process, 75)
+    assert launch.ends[0].durable_step == launch.ends[0].last_step
+    killed = start(made, "python", "script.py", "0.1")
+    launch.wait_for_step(20)
+    killed.kill()
+    killed.communicate()
+    finish(start(made, "python"))  # at once: the workers of the killed rank hold no lock of the run

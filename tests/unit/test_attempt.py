@@ -1,208 +1,439 @@
-"""The beginning and the end of an attempt: which job may begin one, and how the end of a command is read."""
+"""Who may begin an attempt, how it is closed, and who loses: on real run directories."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import pytest
-from harness.supervised import causes, info
 
-from jobkit import slurm
-from jobkit.errors import EXIT_RESUMABLE
-from jobkit.run import snapshot
-from jobkit.run.config import Config
-from jobkit.run.events import Event
+from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, LostLease
+from jobkit.run import records
+from jobkit.run.journal import Journal, events, read_status
+from jobkit.run.records import End, Ended, Excluded, Progress, Request, Submitted
 from jobkit.run.rundir import RunDir
-from jobkit.run.status import State
-from jobkit.supervisor.attempt import NotRunnable, begin, end
-from jobkit.supervisor.diagnosis import FirstFailure, Notice
+from jobkit.slurm.jobs import Job
+from jobkit.supervisor.attempt import (
+    EXIT_RUN_FAILED,
+    Me,
+    NotRunnable,
+    Tenure,
+    begin,
+    close,
+    pause,
+    rescue,
+    take_over,
+)
+from jobkit.supervisor.diagnosis import Facts, LostNode
+from jobkit.supervisor.protocol import Exited
+from jobkit.supervisor.retry import PAUSES, Room
 
-T = TypeVar("T")
+HERE = Room(in_place=lambda without: True)
+QUEUE = Room(requeue="requeue")
+KILLED = Facts(exits=[(Exited(serial=1, attempt=1, rank=0, code=-9, step=7), "node1")])
+FINISHED = Facts(exits=[(Exited(serial=1, attempt=1, rank=0, code=0, step=9), "node1")])
+
+
+@pytest.fixture(autouse=True)
+def own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No Slurm is asked for its time."""
+    monkeypatch.setattr("jobkit.slurm.jobs.controller_time", time.time)
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
+    """A run that was submitted with the token `t1`."""
     run = RunDir(tmp_path / "toy-12345678")
-    run.path.mkdir()
-    run.write_config(Config(name="toy", task="m:f"))
-    run.record(Event.SUBMITTING)
+    run.submitit.mkdir(parents=True)
+    (run.path / "requests").mkdir()
+    run.config_file.write_text("name: toy\ntask: toy:train\n")
+    submit(run, 1)
     return run
 
 
-# Jobs that start late
+def submit(run: RunDir, number: int, by: Any = "person") -> None:
+    Journal(run).append(Submitted(token=f"t{number}", number=number, scheduler="slurm", by=by))
 
 
-@pytest.mark.parametrize(
-    ("here", "submitted", "other", "runs"),
-    [
-        ("b@b:1", "8", None, True),
-        ("a@a:1", "8", None, False),  # the newest submission was made to another cluster
-        ("b@c:1", "8", None, False),
-        ("a@a:1", "7", None, False),  # and its job there has the same id
-        ("b@c:1", "7", None, True),  # the controller has moved
-        ("a@a:1", None, None, False),  # a submission there is just being made
-        ("b@b:1", "8", info(job_id="8"), False),
-        ("b@b:1", "8", info(job_id="8", state="COMPLETED"), True),
-        ("b@b:1", "8", info(job_id="8", script="/elsewhere"), True),
-    ],
-)
-def test_only_the_job_that_was_submitted_last_runs_it(
-    run: RunDir,
-    monkeypatch: pytest.MonkeyPatch,
-    here: str,
-    submitted: str | None,
-    other: slurm.JobInfo | None,
-    runs: bool,
-) -> None:
-    run.record(Event.SUBMITTING, scheduler="slurm", slurm_cluster="b@b:1")
-    if submitted is not None:
-        run.record(Event.SUBMITTED, job_id=submitted)
-    monkeypatch.setattr(slurm, "cluster", lambda: here)
-    monkeypatch.setattr(slurm, "show_job", lambda job_id, timeout=30.0: other)
-    if runs:
-        assert begin(run, job_id="7", scheduler="slurm").number == 1
-    else:
-        with pytest.raises(NotRunnable):
-            begin(run, job_id="7", scheduler="slurm")
+def me(token: str = "t1", job_id: str = "7", restart: int = 0, job: Job | None = None) -> Me:
+    return Me(job_id=job_id, token=token, restart=restart, node="node1", job=job)
 
 
-@pytest.mark.parametrize("end", [Event.FAILED, Event.INTERRUPTED])
-@pytest.mark.parametrize(
-    ("here", "job", "runs"),
-    [
-        ("b@b:1", "8", True),  # the job that was submitted: started again by Slurm or by hand
-        ("a@a:1", "8", False),
-        ("a@a:1", "7", False),
-        ("b@b:1", "7", None),
-    ],
-)
-def test_a_run_that_has_ended_is_not_revived_by_a_job_of_an_earlier_submission(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, end: Event, here: str, job: str, runs: bool | None
-) -> None:
-    run.record(Event.SUBMITTING, scheduler="slurm", slurm_cluster="a@a:1")
-    run.record(Event.SUBMITTED, job_id="7")
-    run.record(Event.CANCELLED)  # from the other cluster, which cannot end the job
-    run.record(Event.SUBMITTING, scheduler="slurm", slurm_cluster="b@b:1")
-    run.record(Event.STARTED, attempt=1, job_id="8")
-    run.record(end, attempt=1, cause="crashed")
-    monkeypatch.setattr(slurm, "cluster", lambda: here)
-    monkeypatch.setattr(slurm, "show_job", lambda job_id, timeout=30.0: info(job_id=job_id, state="FAILED"))
-    # A job that follows an interrupted one may not be journalled: the disk was away.
-    if runs or (runs is None and end == Event.INTERRUPTED):
-        assert begin(run, job_id=job, scheduler="slurm").number == 2
-    else:
-        with pytest.raises(NotRunnable):
-            begin(run, job_id=job, scheduler="slurm")
+def slurm(state: str = "RUNNING", *, restarts: int = 0, end: float | None = 1e12, **more: Any) -> Job:
+    return Job("7", state, more.pop("reason", "None"), 1.0, end, "node1", "debug", "t1", restarts, **more)
 
 
-def test_a_job_does_not_take_a_run_that_goes_on_on_a_workstation(run: RunDir) -> None:
-    run.record(Event.SUBMITTING, cluster="local", scheduler="local")
-    run.record(Event.STARTED, attempt=1, job_id="4711")
-    with pytest.raises(NotRunnable, match="local"):
-        begin(run, job_id="7", scheduler="slurm")
-    assert run.status().state == State.RUNNING
+def started(run: RunDir, job: Me | None = None) -> Tenure:
+    tenure = take_over(run, job or me())
+    begin(tenure, ["node1"], 1)
+    return tenure
 
 
-@pytest.mark.parametrize(("grace", "least"), [(600.0, 590.0), (0.0, 0.0)])
-def test_a_cancel_while_an_attempt_begins_is_found_by_that_attempt(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, grace: float, least: float
-) -> None:
-    run.record(Event.SUBMITTING, code="c0de")
-    monkeypatch.setattr(snapshot, "verify", lambda *_: run.record(Event.CANCEL_REQUESTED, grace=grace) or [])
-    begin(run, job_id="7", scheduler="slurm")
-    request = run.stop_request(1)
-    assert request is not None and request.grace is not None
-    assert request.cause == "cancelled" and least <= request.grace <= grace
+def kinds(run: RunDir) -> list[str]:
+    return [event.kind for event in events(run)]
 
 
-def test_a_run_that_was_cancelled_between_two_attempts_is_cancelled(run: RunDir) -> None:
-    run.record(Event.CANCEL_REQUESTED, grace=600.0)
+def last_end(run: RunDir) -> Ended:
+    attempt = read_status(run).attempt
+    assert attempt is not None and attempt.ended is not None
+    return attempt.ended
+
+
+def ask_for(run: RunDir, kind: Any, token: str = "t1", attempt: int = 1) -> None:
+    records.write(run.request_file(kind), Request(kind=kind, token=token, attempt=attempt, user="ada"))
+
+
+# The life of a run
+
+
+def test_attempts_begin_and_end_until_the_run_is_finished(run: RunDir) -> None:
+    run.failed_starts.write_text("a\nb\n")
+    tenure = started(run)
+    lease = run.lease()
+    assert lease is not None and (lease.attempt, lease.writer, lease.job_id) == (1, tenure.writer, "7")
+    assert not run.failed_starts.exists() and run.logs(1).is_dir() and run.ends_folder(1).is_dir()
+    records.write(run.progress_file, Progress(attempt=1, time=5.0, step=6, first_step=0))
+    (run.checkpoints / "step_00000004").mkdir(parents=True)
+    assert close(tenure, KILLED, HERE).action == "in_place"
+    end = last_end(run)
+    assert (end.cause, end.first_step, end.last_step, end.durable_step) == ("killed", 0, 7, 4)
+
+    assert begin(tenure, ["node1"], 1) == 2
+    records.write(run.progress_file, Progress(attempt=2, time=6.0, step=8, first_step=4))
+    records.write(run.end_file(2, 0), End(rank=0, attempt=2, kind="finished", time=7.0, step=9, result={"loss": 0.5}))
+    assert close(tenure, Facts(), HERE).action == "stop"
+    assert close(tenure, Facts(), HERE).action == "stop", "harmless to call twice"
+    status = read_status(run)
+    assert (status.state, status.result) == ("finished", {"loss": 0.5})
+    assert (last_end(run).first_step, last_end(run).last_step) == (4, 9)
+    assert kinds(run)[1:] == ["attempt began", "attempt ended"] * 2 + ["finished"]
+    with pytest.raises(NotRunnable) as refusal:
+        take_over(run, me(restart=1))
+    assert refusal.value.exit_code == EXIT_FINISHED
+
+
+def test_a_killed_supervisor_changes_nothing_about_the_next_attempt(run: RunDir) -> None:
+    tenure = started(run)
+    close(tenure, KILLED, HERE)
+    assert pause(tenure) <= 0.0
+    begin(tenure, ["node1"], 1)
+    close(tenure, KILLED, HERE)
+    after = take_over(run, me())
+    assert 0.0 < pause(after) <= PAUSES[1]
+    begin(after, ["node1"], 1)
+    assert [attempt.began.how for attempt in read_status(run).attempts] == ["start", "in place", "in place"]
+
+
+def test_a_requeue_is_journalled_before_it_is_asked_for_and_found_by_the_next_supervisor(run: RunDir) -> None:
+    tenure = started(run)
+    assert close(tenure, Facts(word="preempted"), QUEUE).action == "requeue"
+    assert kinds(run)[-1] == "requeued" and read_status(run).state == "queued"
+    decision = take_over(run, me(job=slurm("COMPLETING", end=None))).decision
+    assert decision is not None and decision.action == "requeue", "killed before it had asked for it"
+    tenure = take_over(run, me(restart=1, job=slurm(restarts=1)))
+    assert tenure.decision is None and begin(tenure, ["node1"], 1) == 2
+
+
+def test_a_successor_that_was_not_submitted_is_found_by_the_next_supervisor_of_the_same_job(run: RunDir) -> None:
+    assert close(started(run), Facts(word="preempted"), Room(requeue="successor")).action == "successor"
+    submit(run, 2, by="supervisor")
+    decision = take_over(run, me()).decision
+    assert decision is not None and decision.action == "successor"
     with pytest.raises(NotRunnable):
-        begin(run, job_id="7", scheduler="slurm")
-    assert run.status().state == State.CANCELLED
+        take_over(run, me(job_id="5"))
+    started(run, me("t2", "8"))
+    with pytest.raises(NotRunnable):
+        take_over(run, me())
 
 
-# What a command that reports nothing was told
+def test_a_run_that_has_failed_is_left_alone_until_it_is_submitted_again(run: RunDir) -> None:
+    tenure = started(run)
+    records.write(run.end_file(1, 0), End(rank=0, attempt=1, kind="failed", time=1.0, error="no", final=True))
+    assert close(tenure, Facts(), HERE).action == "fail"
+    with pytest.raises(NotRunnable) as refusal:
+        take_over(run, me())
+    assert refusal.value.exit_code == EXIT_RUN_FAILED
+    submit(run, 2)
+    started(run, me("t2", "8"))
 
-USR2, TERM = 12, 15
-EARLY, LATE = info(end=400.0, elapsed=77.0), info(end=400.0, elapsed=300.0)
+
+# Two jobs, and none
+
+
+def test_a_job_whose_token_is_not_the_newest_begins_nothing(run: RunDir) -> None:
+    submit(run, 2)
+    with pytest.raises(NotRunnable) as refusal:
+        take_over(run, me("t1"))
+    assert refusal.value.exit_code == EXIT_RESUMABLE and run.lease() is None
+    tenure = take_over(run, me("t2"))
+    submit(run, 3)
+    with pytest.raises(NotRunnable):
+        begin(tenure, ["node1"], 1)
+    assert "attempt began" not in kinds(run)
+
+
+def test_of_two_processes_that_take_over_the_last_one_writes(run: RunDir) -> None:
+    tenure, other = started(run), take_over(run, me())
+    assert other.adopted is not None and other.adopted.number == 1
+    tenure.journal.note(Excluded(node="node1"))
+    for act in (lambda: begin(tenure, [], 1), lambda: close(tenure, KILLED, HERE), tenure.journal.flush):
+        with pytest.raises(LostLease):
+            act()
+    assert kinds(run) == ["submitted", "attempt began"]
+    assert close(other, KILLED, HERE).action == "in_place"
+
+
+def _race(path: str, barrier: Any, wins: Any) -> None:
+    run = RunDir(path)
+    barrier.wait()
+    try:
+        tenure = take_over(run, Me(job_id=str(os.getpid()), token="t1"))
+        begin(tenure, [], 1)
+        wins.put(os.getpid())
+    except (NotRunnable, LostLease, AssertionError):
+        pass
+
+
+def test_processes_that_race_for_an_attempt_leave_one_open_attempt_of_one_writer(run: RunDir) -> None:
+    context = multiprocessing.get_context("fork")
+    barrier, wins = context.Barrier(4), context.Queue()
+    racers = [context.Process(target=_race, args=(str(run.path), barrier, wins)) for _ in range(4)]
+    for racer in racers:
+        racer.start()
+    for racer in racers:
+        racer.join()
+    status, lease = read_status(run), run.lease()
+    assert [attempt.number for attempt in status.attempts] == list(range(1, len(status.attempts) + 1))
+    assert sum(attempt.ended is None for attempt in status.attempts) == 1
+    assert lease is not None and status.open_attempt is not None
+    assert (lease.attempt, lease.job_id) == (status.open_attempt.number, status.open_attempt.began.job_id)
+    assert wins.get(timeout=10) is not None
+
+
+def test_a_later_start_of_the_same_job_keeps_the_lease(run: RunDir) -> None:
+    started(run)
+    lease = started(run, me(restart=1, job=slurm(restarts=1))).writer
+    with pytest.raises(NotRunnable):
+        take_over(run, me(restart=0, job=slurm(restarts=1)))
+    assert run.lease().writer == lease  # type: ignore[union-attr]
+
+
+# Attempts that nobody closed
 
 
 @pytest.mark.parametrize(
-    ("told", "first", "job", "cause"),
+    ("died", "cause", "node"), [(False, "preempted", None), (True, "node_failure", "node1")], ids=["well", "dead"]
+)
+def test_a_job_that_slurm_started_again_closes_its_last_attempt(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, died: bool, cause: str, node: str | None
+) -> None:
+    monkeypatch.setattr("jobkit.slurm.nodes.died_since", lambda name, when: died and name == "node1")
+    started(run)
+    started(run, me(restart=1, job=slurm(restarts=1)))
+    end = read_status(run).attempts[0].ended
+    assert end is not None and (end.cause, end.node, end.next) == (cause, node, "requeue")
+
+
+def test_a_job_of_a_later_submission_closes_the_attempt_of_an_earlier_one(run: RunDir) -> None:
+    started(run)
+    for number in range(2, 8):  # more often than any budget allows
+        submit(run, number)
+        started(run, me(f"t{number}", str(number)))
+    causes = [attempt.ended.cause for attempt in read_status(run).attempts if attempt.ended is not None]
+    assert causes == ["unknown"] * 6
+
+
+LEAVING: list[tuple[str, Job, str | None]] = [
+    ("killed by PreemptMode=CANCEL", slurm("COMPLETING", end=2.0, preempt_time=1.5), "requeue"),
+    ("the same, not requeueable", slurm("COMPLETING", end=2.0, preempt_time=1.5, requeueable=False), "successor"),
+    ("requeued already", slurm("COMPLETING", end=None), None),
+    ("started again already", slurm(restarts=1), None),
+    ("cancelled", slurm("COMPLETING", end=2.0), None),
+]
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+@pytest.mark.parametrize(("job", "action"), [row[1:] for row in LEAVING], ids=[row[0] for row in LEAVING])
+def test_a_supervisor_that_starts_in_a_job_that_slurm_ends_closes_and_leaves(
+    run: RunDir, job: Job, action: str | None, is_open: bool
+) -> None:
+    if is_open:
+        started(run)
+    if action is None:
+        with pytest.raises(NotRunnable):
+            take_over(run, me(job=job))
+    else:
+        decision = take_over(run, me(job=job)).decision
+        assert decision is not None and decision.action == action
+    status = read_status(run)
+    assert status.open_attempt is None
+    assert status.state == ("cancelled" if job.end == 2.0 and job.preempt_time is None else "queued")
+
+
+# Requests
+
+
+def test_a_cancel_is_final_whenever_it_comes(run: RunDir) -> None:
+    tenure = started(run)
+    close(tenure, KILLED, HERE)
+    ask_for(run, "cancel", attempt=1)  # names the attempt that has just ended
+    with pytest.raises(NotRunnable):
+        begin(tenure, ["node1"], 1)
+    assert read_status(run).state == "cancelled"
+    submit(run, 2)
+    tenure = started(run, me("t2"))
+    assert not run.request_file("cancel").exists(), "it was about the submission before"
+    ask_for(run, "cancel", "t2", 2)
+    assert close(tenure, KILLED, HERE).action == "stop"
+    assert (read_status(run).state, last_end(run).cause) == ("cancelled", "cancelled")
+
+
+def test_a_cancel_ends_no_later_submission(run: RunDir) -> None:
+    started(run)
+    ask_for(run, "cancel")
+    submit(run, 2)  # its job died with the attempt open, and somebody has submitted the run again
+    started(run, me("t2", "8"))
+    status = read_status(run)
+    assert (status.state, [attempt.ended and attempt.ended.cause for attempt in status.attempts]) == (
+        "running",
+        ["cancelled", None],
+    )
+
+
+def test_a_run_that_finished_before_its_cancel_is_finished(run: RunDir) -> None:
+    tenure = started(run)
+    ask_for(run, "cancel")
+    close(tenure, FINISHED, HERE)
+    assert read_status(run).state == "finished"
+
+
+def test_requests_of_another_submission_or_attempt_are_removed(run: RunDir) -> None:
+    ask_for(run, "cancel", "t0")
+    ask_for(run, "preempt", attempt=0)
+    started(run)
+    assert list((run.path / "requests").iterdir()) == []
+
+
+# A supervisor that is gone
+
+
+def test_one_agent_rescues_the_run(run: RunDir) -> None:
+    writer = started(run).writer
+    tenure = rescue(run, me(job=slurm()), writer, dead_node="node1")
+    assert tenure is not None and tenure.decision is not None and tenure.decision.action == "requeue"
+    assert (last_end(run).cause, last_end(run).node) == ("node_failure", "node1")
+    assert rescue(run, me(job=slurm()), writer, dead_node="node1") is None, "another agent was first"
+
+
+def test_an_agent_rescues_nothing_from_a_supervisor_that_lives_or_a_job_that_is_cancelled(run: RunDir) -> None:
+    old = started(run)
+    new = take_over(run, me())
+    assert rescue(run, me(job=slurm()), old.writer) is None
+    assert rescue(run, me(job=slurm("COMPLETING", end=2.0)), new.writer) is None
+    assert read_status(run).state == "cancelled"
+
+
+def test_an_agent_carries_out_what_its_supervisor_had_decided(run: RunDir) -> None:
+    tenure = started(run)
+    close(tenure, Facts(word="preempted"), QUEUE)
+    rescued = rescue(run, me(job=slurm()), tenure.writer)
+    assert rescued is not None and rescued.decision is not None and rescued.decision.action == "requeue"
+    assert kinds(run).count("attempt ended") == 1
+
+
+def test_an_agent_rescues_a_run_between_two_attempts(run: RunDir) -> None:
+    tenure = started(run)
+    assert close(tenure, KILLED, HERE).action == "in_place"
+    rescued = rescue(run, me(job=slurm()), tenure.writer, dead_node="node1")
+    assert rescued is not None and rescued.decision is not None and rescued.decision.action == "requeue"
+    assert read_status(run).state == "queued"
+    assert kinds(run).count("attempt ended") == 1
+
+
+@pytest.mark.parametrize("restart", [0, 1])
+def test_an_agent_rescues_a_run_whose_attempt_has_not_begun(run: RunDir, restart: int) -> None:
+    """The batch node dies during the imports."""
+    if restart:
+        close(started(run), Facts(word="preempted"), QUEUE)
+    tenure = take_over(run, me(restart=restart, job=slurm(restarts=restart)))
+    rescued = rescue(run, me(restart=restart, job=slurm(restarts=restart)), tenure.writer, dead_node="node1")
+    assert rescued is not None and rescued.decision is not None and rescued.decision.action == "requeue"
+    assert kinds(run)[-1] == "requeued"
+
+
+def test_the_batch_script_alone_may_have_died(run: RunDir) -> None:
+    writer = started(run).writer
+    assert rescue(run, me(job=slurm()), writer) is not None
+    assert (last_end(run).cause, last_end(run).node) == ("killed", None)
+
+
+# Disks, files
+
+
+@contextmanager
+def full_disk(free: int) -> Iterator[None]:
+    """No file of this process may grow beyond `free` bytes: EFBIG; write it as a full disk's error."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (free, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_an_end_that_a_full_disk_refuses_waits_and_no_attempt_begins_meanwhile(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobkit.supervisor.closing.is_full", lambda error: error is not None)  # EFBIG stands for ENOSPC
+    tenure = started(run)
+    before = run.journal_file.read_bytes()
+    with full_disk(0):
+        assert close(tenure, Facts(lost_nodes=[LostNode(node="node1", why="gone")]), HERE).action == "in_place"
+        with pytest.raises(OSError):
+            begin(tenure, ["node1"], 1)
+    assert run.journal_file.read_bytes() == before
+    assert begin(tenure, ["node1"], 1) == 2
+    assert kinds(run)[-2:] == ["attempt ended", "attempt began"]
+
+
+def test_a_lease_that_cannot_be_read_is_not_lost(run: RunDir) -> None:
+    tenure = started(run)
+    content = run.lease_file.read_bytes()
+    run.lease_file.unlink()
+    run.lease_file.mkdir()  # stands for a disk that is away: an OSError, and not that of a missing file
+    with pytest.raises(OSError):
+        close(tenure, KILLED, HERE)
+    run.lease_file.rmdir()
+    run.lease_file.write_bytes(content)
+    assert close(tenure, KILLED, HERE).action == "in_place"
+
+
+def broken_config(run: RunDir) -> None:
+    run.config_file.write_text("name: toy\ntask: toy:train\nparams: {key: '${oc.env:NOT_SET_ANYWHERE}'}\n")
+
+
+def foreign_config(run: RunDir) -> None:
+    os.chown(run.config_file, 12345, -1)
+
+
+@pytest.mark.parametrize(
+    "spoil",
     [
-        (None, None, LATE, "finished"),
-        (USR2, None, LATE, "timeout"),
-        (USR2, None, EARLY, "signal"),
-        (TERM, None, EARLY, "signal"),
-        (TERM, None, info(preempt_time=1.0), "preempted"),
-        (USR2, None, None, "signal"),
-        (USR2, FirstFailure(rank=0, code=128 + USR2), LATE, "timeout"),
-        (TERM, FirstFailure(rank=0, code=128 + TERM), EARLY, "signal"),
-        (None, FirstFailure(rank=0, code=128 + TERM), EARLY, "crashed"),
-        (USR2, FirstFailure(rank=0, code=1), LATE, "timeout"),  # of a shell whose program died of it
-        (TERM, FirstFailure(rank=0, code=1), EARLY, "signal"),
-        (None, FirstFailure(rank=0, code=1), LATE, "crashed"),
-        (TERM, FirstFailure(rank=0, signal=TERM), EARLY, "signal"),
-        (None, FirstFailure(rank=0, signal=TERM), EARLY, "killed"),  # nobody told it to stop
-        (None, FirstFailure(rank=0, signal=TERM), info(preempt_time=1.0), "preempted"),
-        (USR2, FirstFailure(rank=0, signal=9), LATE, "killed"),
+        broken_config,
+        pytest.param(foreign_config, marks=pytest.mark.skipif(os.geteuid() != 0, reason="needs root")),
     ],
 )
-def test_the_end_of_a_silent_command_is_read_by_what_it_was_told(
-    run: RunDir,
-    monkeypatch: pytest.MonkeyPatch,
-    told: int | None,
-    first: FirstFailure | None,
-    job: slurm.JobInfo | None,
-    cause: str,
-) -> None:
-    run.write_config(Config(name="toy", command=["train"]))
-    begin(run, job_id="7", scheduler="slurm")
-    end(run, 1, "7", first=first, job=job, all_returned=first is None, told=told and Notice(told, 30.0))
-    assert causes(run) == [cause]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "delay", "cause"), [(150.0, 90, "timeout"), (160.0, 90, "finished"), (160.0, 600, "timeout")]
-)
-def test_a_notice_that_a_silent_command_has_survived_was_not_its_end(
-    run: RunDir, seconds: float, delay: int, cause: str
-) -> None:
-    run.write_config(Config(name="toy", command=["train"]))
-    submitted_with(run, delay)
-    begin(run, job_id="7", scheduler="slurm")
-    end(run, 1, "7", job=LATE, all_returned=True, told=Notice(USR2, seconds))
-    assert causes(run) == [cause]
-
-
-def submitted_with(run: RunDir, delay: int) -> None:
-    run.write_config(Config(name="toy", command=["train"], clusters={"slurm": {"signal-delay-s": delay}}))
-    run.record(Event.SUBMITTING, cluster="slurm", scheduler="slurm")
-
-
-@pytest.mark.parametrize(("remaining", "cause"), [(210.0, "timeout"), (400.0, "signal")])
-def test_a_notice_as_early_as_the_cluster_gives_it_is_the_time_limit(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, remaining: float, cause: str
-) -> None:
-    submitted_with(run, 180)
-    begin(run, job_id="7", scheduler="slurm")
-    job = info(end=1000.0, elapsed=1000.0 - remaining)
-    end(run, 1, "7", job=job, all_returned=True, told=Notice(USR2, 30.0))
-    assert causes(run) == [cause]
-
-
-def test_exit_code_75_of_a_silent_command_is_not_taken_for_a_full_disk(run: RunDir) -> None:
-    run.write_config(Config(name="toy", command=["train"]))
-    begin(run, job_id="7", scheduler="local")
-    end(run, 1, "7", first=FirstFailure(rank=0, code=EXIT_RESUMABLE))
-    assert causes(run) == ["crashed"]
-
-
-def test_a_command_that_reports_its_steps_says_itself_what_it_was_told(run: RunDir) -> None:
-    run.write_config(Config(name="toy", command=["train"]))
-    begin(run, job_id="7", scheduler="slurm")
-    run.record(Event.RESUMED, attempt=1, step=0)
-    end(run, 1, "7", job=EARLY, all_returned=True, told=Notice(USR2, 30.0))
-    assert causes(run) == ["finished"]
+def test_a_config_that_the_job_cannot_use_is_said_in_the_status(run: RunDir, spoil: Callable[[RunDir], None]) -> None:
+    spoil(run)
+    with pytest.raises(NotRunnable) as refusal:
+        take_over(run, me())
+    assert refusal.value.exit_code == EXIT_RUN_FAILED
+    assert read_status(run).state == "interrupted" and read_status(run).reason

@@ -1,83 +1,126 @@
-"""Whoever follows a run gets its last lines, and its exit code."""
+"""The End of a rank, for every way in which its program can end."""
 
 from __future__ import annotations
 
-import itertools
+import errno
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from harness.project import Project, status, wait_for
 
-from jobkit.cli.several import worst
-from jobkit.errors import SchedulerTimeout
+from jobkit.errors import InputError, JobkitError, LostLease, Stopped, UsageError
 from jobkit.run.rundir import RunDir
-from jobkit.run.status import State, Status
-from jobkit.submission.ending import exit_code, read_to_the_end
+from jobkit.run.slots import Page, Phase
+from jobkit.worker.ending import run_recorded
+from jobkit.worker.rank import Rank
 
 
-def test_what_is_printed_until_the_job_has_gone_is_read(tmp_path: Path) -> None:
-    log, seen = tmp_path / "log", []
-    log.write_text("finished is recorded\n")
-
-    def gone(run: RunDir, status: Status) -> bool:
-        if not seen:
-            return False
-        log.write_text("goodbye\n")  # the very last that its processes do
-        return True
-
-    read_to_the_end(RunDir(tmp_path), Status(), lambda: seen.append(log.read_text()), gone)
-    assert seen == ["finished is recorded\n", "goodbye\n"]
+@pytest.fixture
+def rank(tmp_path: Path) -> Rank:
+    run = RunDir(tmp_path / "toy-00000000")
+    return Rank(run, 2, 0, 4, 0, 4, 0, Page.create())
 
 
-def test_a_job_that_nobody_can_ask_about_is_not_waited_for(tmp_path: Path) -> None:
-    def away(run: RunDir, status: Status) -> bool:
-        raise SchedulerTimeout("no answer")
+def raising(error: BaseException) -> Callable[[], Any]:
+    def program() -> Any:
+        raise error
 
-    seen: list[int] = []
-    read_to_the_end(RunDir(tmp_path), Status(), lambda: seen.append(1), away)
-    assert seen == [1]
+    return program
 
 
-def test_the_worst_of_several_ends() -> None:
-    codes = [exit_code(state) for state in (State.FINISHED, State.FAILED, State.INTERRUPTED, State.CANCELLED)]
-    assert codes == [0, 1, 75, 75]
-    assert [worst(each) for each in itertools.combinations(codes, 2)] == [1, 75, 75, 1, 1, 75]
-    assert worst([]) == 0
+def caused_by(error: BaseException, cause: BaseException) -> BaseException:
+    error.__context__ = cause
+    return error
 
 
-LATE = """
-import time
-from pathlib import Path
-
-def train(ctx):
-    import atexit
-    atexit.register(say_goodbye, ctx.run_dir)
-    print("begins", flush=True)
-    for step in ctx.steps(2):
-        pass
-    if ctx.params.fails:
-        raise ValueError("on purpose")
+class OutOfMemoryError(RuntimeError):
+    __module__ = "torch"
 
 
-def say_goodbye(run_dir):
-    while not (run_dir / "go").exists():
-        time.sleep(0.01)
-    print("goodbye", flush=True)
-"""
+NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
+
+ENDS = {
+    "an exception": (ValueError("x"), 1, {"kind": "failed", "error": "ValueError: x", "final": False}),
+    "an exception without words": (ValueError(), 1, {"kind": "failed", "error": "ValueError"}),
+    "a misuse": (UsageError("x"), 1, {"kind": "failed", "final": True}),
+    "a wrong config": (InputError("x"), 1, {"kind": "failed", "final": True}),
+    "exit 0": (SystemExit(0), 0, {"kind": "finished"}),
+    "exit without a code": (SystemExit(), 0, {"kind": "finished"}),
+    "exit 3": (SystemExit(3), 3, {"kind": "failed"}),
+    "exit with words": (SystemExit("x"), 1, {"kind": "failed"}),
+    "exit 75": (SystemExit(75), 75, {"kind": "stopped"}),
+    "a stop": (Stopped(), 75, {"kind": "stopped"}),
+    "a stop that became an exception": (caused_by(ValueError("x"), Stopped()), 75, {"kind": "stopped"}),
+    "memory of the host": (MemoryError(), 1, {"kind": "failed", "out_of_memory": "host"}),
+    "memory of torch on the CPU": (
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes"),
+        1,
+        {"kind": "failed", "out_of_memory": "host"},
+    ),
+    "memory of a device": (OutOfMemoryError("x"), 1, {"kind": "failed", "out_of_memory": "GPU"}),
+    "a full disk": (NO_SPACE, 75, {"kind": "failed", "disk": True}),
+    "a full disk behind an error": (caused_by(ValueError("x"), NO_SPACE), 75, {"kind": "failed", "disk": True}),
+}
 
 
-@pytest.mark.parametrize(("fails", "code"), [(False, 0), (True, 1)])
-def test_logs_follow_a_run_to_its_last_line_and_end_with_its_exit_code(tmp_path: Path, fails: bool, code: int) -> None:
-    project = Project(tmp_path)
-    (tmp_path / "mytask.py").write_text(LATE)
-    small = ("resources.nodes=1", "resources.tasks_per_node=1", "retry.crash=0", f"+params.fails={fails}")
-    project.submit("--local", "--detach", *small)
-    (run,) = project.runs
-    following = project.start("logs", "-f", run.name)
-    end = "failed" if fails else "finished"
-    if not fails:
-        wait_for("the end", lambda: status(run).get("state") == end, run)
-    (run / "go").touch()
-    printed, _ = following.communicate(timeout=120)
-    assert "begins" in printed and printed.splitlines()[-1] == "goodbye"
-    assert following.returncode == code
+@pytest.mark.parametrize(("error", "code", "fields"), ENDS.values(), ids=ENDS)
+def test_an_error_becomes_an_end(rank: Rank, error: BaseException, code: int, fields: dict[str, Any]) -> None:
+    rank.beat(7)
+    assert run_recorded(rank, raising(error)) == code
+    (end,) = rank.run.ends(2)
+    assert (end.rank, end.attempt, end.step) == (0, 2, 7)
+    assert {key: getattr(end, key) for key in fields} == fields
+    is_bug = end.kind == "failed" and not isinstance(error, (JobkitError, SystemExit))
+    assert ("test_ending.py" in (end.traceback or "")) == is_bug
+
+
+class Tensor:
+    def tolist(self) -> float:
+        return 0.5
+
+
+def test_a_result_is_rank_0s_in_json(rank: Rank) -> None:
+    assert run_recorded(rank, lambda: {"loss": Tensor(), 1: float("nan"), "path": Path("a")}) == 0
+    (end,) = rank.run.ends(2)
+    assert (end.kind, end.step, end.result) == ("finished", None, {"loss": 0.5, "1": None, "path": "a"})
+    rank.rank = 1
+    run_recorded(rank, lambda: {"loss": 1.0})
+    assert rank.run.ends(2)[1].result is None
+
+
+def test_a_stop_that_was_swallowed_is_a_stop(rank: Rank) -> None:
+    def program() -> str:
+        rank.beat(7, Phase.SAVING)
+        try:
+            raise Stopped
+        finally:
+            return "done"  # noqa: B012 - the mistake in question
+
+    assert run_recorded(rank, program) == 75
+    assert [end.kind for end in rank.run.ends(2)] == ["stopped"]
+
+
+def test_an_end_names_the_ends_before_it(rank: Rank) -> None:
+    for number in (2, 0):
+        rank.rank = number
+        run_recorded(rank, raising(ValueError("x")))
+    assert [(end.rank, end.seen) for end in rank.run.ends(2)] == [(0, [2]), (2, [])]
+
+
+def test_a_user_s_mistake_is_a_line_and_a_bug_a_traceback(rank: Rank, capsys: pytest.CaptureFixture[str]) -> None:
+    run_recorded(rank, raising(UsageError("this and that")))
+    assert capsys.readouterr().err == "error: this and that\n"
+    run_recorded(rank, raising(ValueError("x")))
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_rank_without_the_lease_leaves_no_end(rank: Rank) -> None:
+    assert run_recorded(rank, raising(LostLease("attempt 3 has taken over"))) == 75
+    assert rank.run.ends(2) == []
+
+
+def test_an_end_that_the_disk_does_not_take_is_told_by_the_code(rank: Rank) -> None:
+    rank.run.path.write_text("no folder")
+    assert run_recorded(rank, raising(ValueError("x"))) == 1
+    assert run_recorded(rank, raising(NO_SPACE)) == 75

@@ -1,46 +1,125 @@
-"""What a run was given beside its YAML: as it is journalled, and as it is typed for another run."""
+"""Options that the code gives otherwise than the other run's code did hold; schedules go on as if made with them."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
 
-from jobkit.run.config import Config
-from jobkit.run.experiment import Experiment
-from jobkit.run.given import as_typed, given_values, keys_of, values_of, without
-from jobkit.run.places import Places
-from jobkit.run.records import GivenValues
-
-NUMBERS: list[Any] = [0.3, 1e-5, math.inf, 7, True, None]
-TEXTS: list[Any] = ["a b", "1,2", "1e-3", "null", "", "x: y", "é\n", "${run_dir}/x", "${params.y}", "costs ${5}"]
+from jobkit.train.schedule import cosine
+from jobkit.worker.given import Given, merged
 
 
-@pytest.mark.parametrize("value", [*NUMBERS, *TEXTS, [1, "2", [3.0]], {"a b": 1}, {}])
-def test_a_value_is_typed_so_that_it_is_read_back(tmp_path: Any, value: Any) -> None:
-    places = Places(path=tmp_path / "toy.yaml", lines={})
-    experiment = Experiment({"name": "t", "task": "a:b", "params": {"y": 1}}, None, [], places, {})
-    plain = experiment.config().config
-    (text,) = as_typed({"params.x": value}, plain)
-    assert text.startswith("+params.x=")
-    config = experiment.config([text]).config
-    assert config.params["x"] == value
-    assert given_values(config, [], [text]).values == given_values(config, [text]).values == {"params.x": value}
+@pytest.mark.parametrize(
+    ("saved", "then", "now", "goes_on"),
+    [
+        (0.15, 0.3, 0.3, 0.15),
+        (0.3, 0.3, 0.01, 0.01),
+        (0.15, 0.3, 0.01, 0.005),
+        (0.1, 0, 0.2, 0.2),
+        (True, False, True, True),
+        ((0.9, 0.99), [0.9, 0.99], [0.9, 0.999], (0.9, 0.999)),
+        ([1, 2], [1, 2], [1, 2, 3], [1, 2, 3]),
+        ({"a": 1, "b": object}, {"a": 1}, {"a": 2}, {"a": 2, "b": object}),
+        (None, None, 5, 5),
+    ],
+)
+def test_what_is_given_otherwise_holds(saved: Any, then: Any, now: Any, goes_on: Any) -> None:
+    value = merged(saved, then, now)
+    assert value == pytest.approx(goes_on) if isinstance(goes_on, float) else value == goes_on
+    assert type(value) is type(goes_on)
 
 
-def test_what_was_typed_and_what_is_inherited_are_told_apart() -> None:
-    params = {"lr": 0.1, "opt": {"wd": 2, "token": "abc"}, "layers": [7, 2]}
-    config = Config(name="t", task="a:b", params=params, seed=3)
-    typed = ["params.opt={token: abc, gone: 1}", "name=t", "resources.nodes=2", "params.layers[0]=7"]
-    found = given_values(config, typed, ["params.lr=0.1", "seed=4", "params.layers[0]=7"])
-    values = {"params.lr": 0.1, "params.opt.token": "***", "params.layers[0]": 7}
-    assert found == GivenValues(values=values, inherited=["params.lr"])
-    assert values_of(config, ["params.layers[1]", "params.layers[9]", "params.lr.x"]) == {"params.layers[1]": 2}
+Make = Callable[[torch.optim.Optimizer], LRScheduler]
 
 
-def test_what_is_typed_replaces_what_is_in_it() -> None:
-    given = {"params.layers[0]": 7, "params.opt.wd": 2, "params.opt.name": "adam", "params.layers2": 1}
-    assert keys_of(["params.opt={wd: 1}"]) == ["params.opt.wd"]
-    left = without(["params.layers=[9]", "params.opt={wd: 1}"], given)
-    assert left == {"params.opt.name": "adam", "params.layers2": 1}
+def trained(lr: float, make: Make, steps: int, **options: Any) -> tuple[torch.optim.Optimizer, LRScheduler, Given]:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=lr, **options)
+    schedule = make(optimizer)
+    given = Given()
+    given.note("optimizer", optimizer)
+    given.note("schedule", schedule)
+    for _ in range(steps):
+        optimizer.step()
+        schedule.step()
+    return optimizer, schedule, given
+
+
+SCHEDULES: dict[str, tuple[Make, Make]] = {
+    "step": (lambda o: lr_scheduler.StepLR(o, 3, 0.5),) * 2,
+    "gamma": (lambda o: lr_scheduler.StepLR(o, 3, 0.5), lambda o: lr_scheduler.StepLR(o, 3, 0.9)),
+    "milestones": (lambda o: lr_scheduler.MultiStepLR(o, [3, 9]), lambda o: lr_scheduler.MultiStepLR(o, [2, 4])),
+    "warm-up from zero": (lambda o: lr_scheduler.LambdaLR(o, lambda step: step / 7),) * 2,
+    "more steps": (lambda o: cosine(o, steps=5), lambda o: cosine(o, steps=50, warmup=3)),
+    "torch's cosine": (lambda o: lr_scheduler.CosineAnnealingLR(o, 6), lambda o: lr_scheduler.CosineAnnealingLR(o, 40)),
+    "sequence": (
+        lambda o: lr_scheduler.SequentialLR(
+            o, [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.ExponentialLR(o, 0.9)], [3]
+        ),
+    )
+    * 2,
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_goes_on_as_if_it_had_been_made_with_the_new_rate(name: str) -> None:
+    then, now = SCHEDULES[name]
+    before, old, given_then = trained(0.3, then, 5)
+    state, rates = old.state_dict(), [group["lr"] for group in before.param_groups]
+    optimizer, schedule, given = trained(0.01, now, 0, weight_decay=0.5)
+    options = {key: value for key, value in before.param_groups[0].items() if key != "params"}
+    optimizer.param_groups[0].update(options)
+    schedule.load_state_dict(state)
+    given.load_state_dict(given_then.state_dict())
+    given.apply({"optimizer": optimizer, "schedule": schedule})
+
+    expected, as_made, _ = trained(0.01, now, 5)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.5
+    for _ in range(4):
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(expected.param_groups[0]["lr"])
+        for pair in ((optimizer, schedule), (expected, as_made)):
+            pair[0].step()
+            pair[1].step()
+    assert given.changes["optimizer.initial_lr"] == "0.3 -> 0.01"
+    assert rates == [group["lr"] for group in before.param_groups]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_without_a_change_no_bit_differs(name: str) -> None:
+    make = SCHEDULES[name][0]
+    before, old, given_then = trained(0.3, make, 5)
+    optimizer, schedule, given = trained(0.3, make, 0)
+    options = {key: value for key, value in before.param_groups[0].items() if key != "params"}
+    optimizer.param_groups[0].update(options)
+    schedule.load_state_dict(old.state_dict())
+    given.load_state_dict(given_then.state_dict())
+    given.apply({"optimizer": optimizer, "schedule": schedule})
+    assert given.changes == {}
+    assert optimizer.param_groups[0]["lr"] == before.param_groups[0]["lr"]
+    assert schedule.state_dict() == old.state_dict() or name in ("warm-up from zero", "more steps")
+
+
+def test_a_schedule_that_is_made_after_the_restore_has_the_new_rate() -> None:
+    given_then, given = Given(), Given()
+    before = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.3)
+    given_then.note("optimizer", before)
+    old = lr_scheduler.ExponentialLR(before, 0.5)
+    given_then.note("schedule", old)
+    before.step()
+    old.step()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    given.note("optimizer", optimizer)
+    given.load_state_dict(given_then.state_dict())
+    optimizer.param_groups[0].update(lr=0.15, initial_lr=0.3)
+    given.apply({"optimizer": optimizer})
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+    schedule = lr_scheduler.ExponentialLR(optimizer, 0.5)
+    given.note("schedule", schedule)
+    optimizer.param_groups[0].update(lr=0.15, initial_lr=0.3)  # ctx.track reads everything once more
+    schedule.load_state_dict(old.state_dict())
+    given.apply({"optimizer": optimizer, "schedule": schedule})
+    assert (optimizer.param_groups[0]["lr"], schedule.base_lrs) == (pytest.approx(0.05), [0.1])

@@ -1,51 +1,71 @@
-"""Which of a job's nodes have the ranks."""
+"""Which nodes of a job have the ranks: tables of names."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import pytest
 
-from jobkit.run.config import Config, ParallelConfig, Resources
+from jobkit.run.schema import Config, ParallelConfig, Resources
 from jobkit.supervisor.placement import Placement, nodes_to_use
 
 
-def placement(names: str, lost: str = "", excluded: str = "", nodes: int = 2, fewest: int = 0) -> Placement:
-    resources = Resources(nodes=nodes, min_nodes=fewest or "all")
-    config = Config(name="toy", task="mytask:train", resources=resources)
-    return Placement(list(names), set(lost), set(excluded), partial(nodes_to_use, config))
+def config(nodes: int, ranks: int = 1, *, min_nodes: str | int = "all", **parallel: Any) -> Config:
+    resources = Resources(nodes=nodes, tasks_per_node=ranks, min_nodes=min_nodes)
+    return Config(name="toy", task="m:f", resources=resources, parallel=ParallelConfig(**parallel))
 
 
-CHOICES = [
-    ("the first ones, at the beginning", placement("abcd"), "", "", "ab"),
-    ("those of the last attempt", placement("abcd"), "bd", "", "bd"),
-    ("a spare in the place of a lost one", placement("abcd", lost="a"), "ab", "", "cb"),
-    ("a spare that is ready before one that is not", placement("abcd", lost="a"), "ab", "d", "db"),
-    ("a spare in the place of an excluded one", placement("abc", excluded="b"), "ab", "", "ac"),
-    ("an excluded one, where the others are too few", placement("abc", lost="c", excluded="b"), "ac", "", "ab"),
-    ("none, where too few are left", placement("abc", lost="bc"), "ab", "", ""),
-    ("fewer, where the run can do with them", placement("ab", lost="a", fewest=1), "ab", "", "b"),
+@pytest.mark.parametrize(
+    ("wanted", "usable", "expected"),
+    [
+        (config(2), 3, 2),
+        (config(2), 1, 0),
+        (config(4, min_nodes=2), 3, 3),
+        (config(4, min_nodes=2), 1, 0),
+        (config(4, 2, min_nodes=1, tensor=4), 3, 2),  # 6 ranks are no whole groups of 4
+        (config(4, 2, min_nodes=1, tensor="all"), 3, 3),
+        (config(4, 2, min_nodes=1, tensor=2, pipeline=2), 3, 2),
+        (config(4, 1, min_nodes=1, data="hsdp", shards=2), 3, 2),
+    ],
+)
+def test_ranks_start_on_as_many_nodes_as_the_yaml_allows(wanted: Config, usable: int, expected: int) -> None:
+    assert nodes_to_use(wanted, usable) == expected
+
+
+def placement(lost: Collection[str] = (), excluded: Collection[str] = (), fewest: int = 2) -> Placement:
+    """Four nodes, two of them for the ranks."""
+    return Placement(
+        ["n1", "n2", "n3", "n4"],
+        lost,
+        excluded,
+        lambda usable: min(usable, 2) if usable >= fewest else 0,
+    )
+
+
+CHOICES: list[tuple[str, Placement, Sequence[str], Collection[str], list[str]]] = [
+    ("at the beginning", placement(), (), (), ["n1", "n2"]),
+    ("at the beginning, one node is excluded", placement(excluded={"n1"}), (), (), ["n2", "n3"]),
+    ("again", placement(), ("n2", "n3"), (), ["n2", "n3"]),
+    ("a spare takes a place", placement(lost={"n1"}), ("n1", "n2"), (), ["n3", "n2"]),
+    ("a spare that is ready goes first", placement(lost={"n1"}), ("n1", "n2"), ("n4",), ["n4", "n2"]),
+    ("a given-up node is replaced", placement(excluded={"n2"}), ("n1", "n2"), (), ["n1", "n3"]),
+    ("fewer nodes", placement(lost={"n1", "n3", "n4"}, fewest=1), ("n1", "n2"), (), ["n2"]),
+    ("too few", placement(lost={"n1", "n3", "n4"}), ("n1", "n2"), (), []),
+    ("an excluded node rather than none", placement({"n3", "n4"}, {"n1"}), ("n1", "n2"), (), ["n1", "n2"]),
 ]
 
 
 @pytest.mark.parametrize(
-    ("nodes", "used", "ready", "chosen"), [row[1:] for row in CHOICES], ids=[row[0] for row in CHOICES]
+    ("where", "used", "ready", "expected"), [row[1:] for row in CHOICES], ids=[row[0] for row in CHOICES]
 )
-def test_the_nodes_of_an_attempt(nodes: Placement, used: Sequence[str], ready: str, chosen: str) -> None:
-    assert nodes.choose(list(used), 2, ready) == list(chosen)
+def test_ranks_stay_where_they_are_and_spares_fill_the_gaps(
+    where: Placement, used: Sequence[str], ready: Collection[str], expected: list[str]
+) -> None:
+    assert where.choose(used, 2, ready) == expected
 
 
-def test_whether_it_can_start_again_beside_some_nodes() -> None:
-    nodes = placement("abc", excluded="c")
-    assert nodes.can_start_again()
-    assert not nodes.can_start_again(["a"])
-    assert placement("ab", excluded="b").can_start_again()  # with the excluded one, if nobody asks for others
-    assert not placement("ab", excluded="b").can_start_again(["b"])
-    assert not placement("ab", lost="b").can_start_again()
-
-
-def test_only_numbers_of_nodes_that_the_model_can_be_divided_over_count() -> None:
-    resources = Resources(nodes=4, min_nodes=1)
-    config = Config(name="toy", task="mytask:train", resources=resources, parallel=ParallelConfig(pipeline=2))
-    assert [nodes_to_use(config, usable) for usable in (5, 4, 3, 2, 1)] == [4, 4, 2, 2, 0]
+def test_a_job_can_start_again_without_nodes_only_if_enough_others_are_good() -> None:
+    assert placement(lost={"n1"}).can_start_again({"n2"})
+    assert not placement(lost={"n1"}, excluded={"n3"}).can_start_again({"n2"})
+    assert placement(lost={"n1", "n2"}, excluded={"n3"}).can_start_again(), "an excluded node rather than none"

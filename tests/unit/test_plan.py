@@ -1,212 +1,187 @@
-"""The plan of a submission: what sbatch is asked for, and which mistakes in a cluster's entry are refused."""
+"""From config and target to what Slurm or this machine gets: values in, values out."""
 
 from __future__ import annotations
 
-import re
+import os
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jobkit.errors import InputError, InvalidValue
-from jobkit.run.config import Config, Resources
-from jobkit.submission import options
-from jobkit.submission.devices import visible_gpus
-from jobkit.submission.plan import LaunchPlan, make_plan
-from jobkit.submission.sbatch import script
+from jobkit.errors import InputError
+from jobkit.run import yamlfile
+from jobkit.run.load import load
+from jobkit.slurm import commands, nodes
+from jobkit.slurm.nodes import Partition
+from jobkit.submission.plan import LaunchPlan, make_plan, target
+from jobkit.submission.sbatch import SlurmExecutor
+
+BASE: dict[str, Any] = {"name": "toy", "task": "toy:train"}
 
 
-def plan(clusters: dict[str, Any] | None = None, cluster: str = "slurm", **resources: Any) -> LaunchPlan:
-    config = Config(name="toy", task="m:f", resources=Resources(**resources), clusters=clusters or {})
-    return make_plan(Path("/runs/toy-12345678"), config, cluster)
+@pytest.fixture(autouse=True)
+def no_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(commands, "is_available", lambda: False)
+    monkeypatch.setenv("JOBKIT_CONFIG", str(tmp_path / "none.yaml"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
-def sbatch_lines(made: LaunchPlan) -> dict[str, str]:
-    """The #SBATCH lines as {option: value}."""
-    return dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", script(made), re.MULTILINE))
+def plan(tmp_path: Path, cluster: str | None = "slurm", **values: Any) -> LaunchPlan:
+    file = tmp_path / "toy.yaml"
+    file.write_text(yamlfile.dump({**BASE, **values}))
+    loaded = load(file)
+    return make_plan(loaded, tmp_path / "runs", target(loaded.config, local=cluster is None, cluster=cluster))
 
 
-def test_the_script_asks_for_the_resources() -> None:
-    lines = sbatch_lines(plan(nodes=2, tasks_per_node=3, gpus_per_task=1, cpus_per_task=4, time="1:30:30"))
-    expected = {"nodes": "2", "ntasks-per-node": "3", "gpus-per-node": "3", "cpus-per-task": "4", "time": "91"}
-    expected |= {"job-name": "toy-12345678", "signal": "USR2@90", "requeue": "", "open-mode": "append"}
-    assert {key: lines[key] for key in expected} == expected
-    assert "wckey" not in lines
-
-
-@pytest.mark.parametrize("word", ["--ntasks=1", "-n1", "-N 2", "--nodelist=a"])
-def test_srun_is_not_told_otherwise_how_many_tasks_there_are(word: str) -> None:
-    with pytest.raises(InvalidValue, match=r"clusters.slurm.srun_args") as refused:
-        plan({"slurm": {"srun_args": [word]}})
-    assert "jobkit sets this itself" in str(refused.value)
-
-
-def test_spares_are_nodes_beyond_those_that_have_ranks() -> None:
-    lines = sbatch_lines(plan(nodes=4, tasks_per_node=8, spares=2, min_nodes=3))
-    assert (lines["nodes"], lines["no-kill"]) == ("6", "")
-    with pytest.raises(InvalidValue, match=r"resources.min_nodes.*found 5, allowed: at most resources.nodes, 4"):
-        plan(nodes=4, min_nodes=5)
-
-
-@pytest.mark.parametrize("written", ["30s", "1", "0:05:00", "9min", "2d"])
-def test_the_stop_signal_comes_within_the_time_limit(written: str) -> None:
-    lines = sbatch_lines(plan(time=written))
-    before = int(lines["signal"].removeprefix("USR2@"))
-    assert 0 < before < int(lines["time"]) * 60
-
-
-def test_slurm_does_not_signal_a_command() -> None:
-    config = Config(name="toy", command=["train"], clusters={"slurm": {"signal_delay_s": 300}})
-    assert "signal" not in sbatch_lines(make_plan(Path("/runs/toy-12345678"), config, "slurm"))
-
-
-def test_a_cluster_may_have_resources_of_its_own() -> None:
-    entry = {"nodes": 4, "tasks_per_node": 8, "time": "2h", "cpus-per-task": 6}
-    made = plan({"h100": entry}, "h100", nodes=1, gpus_per_task=1)
-    assert made.scheduler == "slurm"
-    assert made.config.resources == Resources(nodes=4, tasks_per_node=8, gpus_per_task=1, cpus_per_task=6, time="2h")
-    lines = sbatch_lines(made)
-    assert (lines["nodes"], lines["ntasks-per-node"], lines["time"]) == ("4", "8", "120")
-
-
-@pytest.mark.parametrize("key", ["oversubscribe", "gpu_freq", "gpu-freq", "mem-bind", "nice", "reservation"])
-def test_any_option_of_sbatch_passes_through_with_dashes_or_underscores(key: str) -> None:
-    assert sbatch_lines(plan({"slurm": {key: "value", "partition": "low"}}))[key.replace("_", "-")] == "value"
-
-
-def test_options_for_sbatch_alone_may_be_given_as_additional_parameters() -> None:
-    lines = sbatch_lines(plan({"slurm": {"additional_parameters": {"brand_new": 3}, "nice": 5}}))
-    assert (lines["brand-new"], lines["nice"], lines["requeue"]) == ("3", "5", "")
-
-
-@pytest.mark.parametrize("key", ["array", "output", "requeue", "no-requeue", "signal", "job_name"])
-def test_additional_parameters_are_no_way_around_what_jobkit_owns(key: str) -> None:
-    with pytest.raises(InputError, match=key):
-        plan({"slurm": {"additional_parameters": {key: "0-3"}}})
-
-
-OPTION_MISTAKES = [
-    ({"partion": "low"}, ["clusters.slurm.partion", "did you mean 'partition'?", "man sbatch"]),
-    ({"cpus": 1}, ["clusters.slurm.cpus: not an option of sbatch"]),
-    ({"output": "x"}, ["clusters.slurm.output", "jobkit logs"]),
-    ({"ntasks-per-node": 2}, ["clusters.slurm.ntasks-per-node", "tasks_per_node"]),
-    ({"array": "0-3"}, ["clusters.slurm.array", "one run is one job", "--sweep key=v1,v2"]),
-    ({"scheduler": "pbs"}, ["clusters.slurm.scheduler: found 'pbs'", "slurm, local"]),
-    ({"nodes": 0}, ["clusters.slurm.nodes: found 0", "1 or more"]),
-    ({"time": "soon"}, ["clusters.slurm.time: found 'soon'", "30min"]),
-    ({"additional_parameters": 5}, ["clusters.slurm.additional_parameters: found 5", "a mapping"]),
-]
-
-
-@pytest.mark.parametrize(("entry", "said"), OPTION_MISTAKES, ids=[str(row[0]) for row in OPTION_MISTAKES])
-def test_a_mistake_in_a_cluster_is_named(entry: dict[str, Any], said: list[str]) -> None:
-    with pytest.raises(InputError) as refused:
-        plan({"slurm": entry})
-    for part in said:
-        assert part in str(refused.value)
-
-
-LINE = "low\n#SBATCH --array=0-9"
-LINES = [
-    ({"partition": LINE}, "clusters.slurm.partition"),
-    ({"nice": "5\r"}, "clusters.slurm.nice"),
-    ({"comment": "a\0b"}, "clusters.slurm.comment"),
-    ({LINE: 1}, "clusters.slurm"),
-    ({"additional_parameters": {"brand_new": LINE}}, "clusters.slurm.additional_parameters.brand_new"),
-    ({"additional_parameters": {LINE: 1}}, "clusters.slurm.additional_parameters"),
-    ({"additional_parameters": {"array=0-9": 1}}, "clusters.slurm.additional_parameters"),
-    ({"srun_args": ["--mpi=none\ntrue"]}, "clusters.slurm.srun_args"),
-    ({"srun_args": "'--mpi=none\ntrue'"}, "clusters.slurm.srun_args"),
-    ({"setup": "a\0b"}, "clusters.slurm.setup"),
-]
-
-
-@pytest.mark.parametrize(("entry", "key"), LINES, ids=[repr(row[0]) for row in LINES])
-def test_no_option_can_begin_a_line_of_its_own_in_the_batch_script(entry: dict[str, Any], key: str) -> None:
-    with pytest.raises(InvalidValue) as refused:
-        plan({"slurm": entry})
-    assert refused.value.key == key
-    assert "\n" not in str(refused.value) and "\0" not in str(refused.value)
-
-
-def test_setup_may_have_several_lines_and_srun_args_be_written_over_several() -> None:
-    made = plan({"slurm": {"setup": "a\nb", "srun_args": "--mpi=none\n--label\n"}})
-    assert (made.parameters["setup"], made.parameters["srun_args"]) == (["a\nb"], ["--mpi=none", "--label"])
-
-
-@pytest.mark.parametrize("value", [{"a": 1}, [1], None], ids=str)
-def test_additional_parameters_have_one_value_each(value: Any) -> None:
-    with pytest.raises(InvalidValue, match=r"clusters.slurm.additional_parameters.brand_new: found .*one value"):
-        plan({"slurm": {"additional_parameters": {"brand_new": value}}})
-
-
-WRONG_TYPES = [{"setup": 5}, {"setup": [5]}, {"teardown": 5}, {"srun_args": 5}, {"partition": ["low"]}, {"mem": {}}]
-
-
-@pytest.mark.parametrize("entry", WRONG_TYPES, ids=str)
-def test_an_option_of_the_wrong_type_is_refused(entry: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match=f"clusters.slurm.{next(iter(entry))}"):
-        plan({"slurm": entry})
-
-
-def test_every_owned_option_is_refused_and_no_allowed_one_is_owned() -> None:
-    for key in options.OWNED:
-        with pytest.raises(InputError, match="jobkit sets this itself"):
-            options.split("slurm", {key: "x"})
-    assert not options.OTHER_SBATCH & set(options.OWNED)
+def partitions(monkeypatch: pytest.MonkeyPatch, *choice: Partition) -> None:
+    monkeypatch.setattr(commands, "is_available", lambda: True)
+    monkeypatch.setattr(nodes, "partitions", lambda names: list(choice))
 
 
 @pytest.mark.parametrize(
-    ("name", "clusters", "said"),
+    ("has_slurm", "local", "cluster", "expected"),
     [
-        ("slrum", {}, "did you mean 'slurm'?"),
-        ("h10", {"h100": {}}, "did you mean 'h100'?"),
-        ("mars", {"h100": {}}, "known: h100, slurm, local"),
+        (True, False, None, ("slurm", "slurm")),
+        (False, False, None, ("local", "local")),
+        (True, True, None, ("local", "local")),
+        (False, False, "h100", ("h100", "slurm")),
+        (True, False, "desk", ("desk", "local")),
+        (True, False, "local", ("local", "local")),
     ],
 )
-def test_an_unknown_cluster_is_refused_with_the_nearest(name: str, clusters: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=f"--cluster {name}: no such cluster") as refused:
-        plan(clusters, name)
-    assert said in str(refused.value)
-
-
-def test_a_cluster_entry_may_be_this_machine() -> None:
-    made = plan({"box": {"scheduler": "local", "nodes": 2}}, "box")
-    assert (made.scheduler, made.parameters, made.config.resources.nodes) == ("local", {}, 2)
-
-
-# GPUs of this machine
-
-
-@pytest.mark.parametrize(
-    ("listed", "count"), [("", 0), ("0", 1), ("0,1,3", 3), (" 4 , 5 ", 2), ("-1", 0), ("GPU-1a2b,MIG-3c", 2)]
-)
-def test_local_gpus_are_those_that_cuda_is_allowed_to_see(
-    monkeypatch: pytest.MonkeyPatch, listed: str, count: int
+def test_the_place_of_a_run(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    has_slurm: bool,
+    local: bool,
+    cluster: str | None,
+    expected: tuple[str, str],
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
-    assert visible_gpus() == count
+    monkeypatch.setattr(commands, "is_available", lambda: has_slurm)
+    file = tmp_path / "toy.yaml"
+    file.write_text(yamlfile.dump({**BASE, "clusters": {"h100": {}, "desk": {"scheduler": "local"}}}))
+    place = target(load(file).config, local=local, cluster=cluster)
+    assert (place.name, place.scheduler) == expected
+
+
+def test_an_unknown_cluster_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        plan(tmp_path, "h10", clusters={"h100": {}})
+    assert (caught.value.key, caught.value.found) == ("--cluster", "h10")
+    assert "h100" in caught.value.allowed
+    assert "h100" in caught.value.hint
+
+
+def test_an_entry_overrides_resources_and_becomes_sbatch_parameters(tmp_path: Path) -> None:
+    entry = {"partition": "h100", "nodes": 4, "time": "90min", "gpus_per_node": 8, "nice": 3, "exclusive": False}
+    resources = {"nodes": 1, "tasks_per_node": "auto", "cpus_per_task": 6, "spares": 1}
+    made = plan(tmp_path, "h100", resources=resources, clusters={"h100": entry})
+    parameters = dict(made.parameters)
+    assert parameters.pop("additional_parameters") == {"nice": 3, "requeue": True, "no_kill": True}
+    assert parameters == {
+        "job_name": made.run.name,
+        "partition": "h100",
+        "time": 90,
+        "nodes": 5,
+        "ntasks_per_node": 8,
+        "cpus_per_task": 6,
+        "gpus_per_node": 8,
+        "wckey": None,
+    }
+    assert (made.config.resources.nodes, made.config.resources.world_size) == (4, 32)
+    assert made.loaded.written["resources"]["tasks_per_node"] == 8
+
+
+def test_a_slip_in_an_entry_that_is_not_used_shows_now(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        plan(tmp_path, None, clusters={"h100": {"partiton": "h100"}})
+    assert caught.value.key == "clusters.h100.partiton"
+
+
+def test_resources_do_not_name_the_run(tmp_path: Path) -> None:
+    assert plan(tmp_path, resources={"nodes": 2}).run.name == plan(tmp_path, None, resources={"nodes": 3}).run.name
 
 
 @pytest.mark.parametrize(
-    ("listed", "resources", "fits"),
+    ("entry", "expected"),
+    [({}, 4), ({"gres": "gpu:a100:4"}, None), ({"gres": "gpu:4,tmp:9"}, None), ({"gpus_per_node": "a100:4"}, "a100:4")],
+)
+def test_gpus_are_asked_of_the_node_and_once(tmp_path: Path, entry: dict[str, Any], expected: Any) -> None:
+    made = plan(tmp_path, "a", resources={"tasks_per_node": 4, "gpus_per_task": 1}, clusters={"a": entry})
+    assert made.parameters.get("gpus_per_node") == expected
+
+
+def test_more_ranks_than_the_entry_has_gpus_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        plan(tmp_path, "a", resources={"tasks_per_node": 8, "gpus_per_task": 1}, clusters={"a": {"gres": "gpu:4"}})
+    assert caught.value.found == 8
+
+
+@pytest.mark.parametrize(
+    ("limits", "minutes"), [([], 60), ([None], 60), ([1800.0], 30), ([1800.0, 2700.0], 45), ([7 * 86400.0], 60)]
+)
+def test_time_auto_is_an_hour_or_the_partitions_limit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limits: list[float | None], minutes: int
+) -> None:
+    partitions(monkeypatch, *(Partition(f"p{index}", 9, max_seconds=limit) for index, limit in enumerate(limits)))
+    made = plan(tmp_path)
+    assert (made.parameters["time"], made.config.resources.seconds) == (minutes, minutes * 60)
+    assert plan(tmp_path, None).config.resources.seconds is None
+
+
+@pytest.mark.parametrize(
+    ("entry", "resources", "key"),
     [
-        ("0,1", {"tasks_per_node": 2, "gpus_per_task": 1}, True),
-        ("0,1", {"tasks_per_node": 3, "gpus_per_task": 1}, False),
-        ("0,1,2,3", {"nodes": 2, "tasks_per_node": 2, "gpus_per_task": 1}, True),
-        ("0,1,2", {"nodes": 2, "tasks_per_node": 2, "gpus_per_task": 1}, False),
-        ("", {"tasks_per_node": 8, "gpus_per_task": 0}, True),
-        ("", {"gpus_per_task": 1}, False),
+        ({}, {"time": "2h"}, "resources.time"),
+        ({"time": "2h"}, {}, "clusters.a.time"),
+        ({}, {"nodes": 3, "spares": 2}, "resources.nodes"),
+        ({}, {"tasks_per_node": 8, "cpus_per_task": 3}, "resources.cpus_per_task"),
+        ({"mem": "64G"}, {}, "clusters.a.mem"),
+        ({"mem": "64G", "qos": "long"}, {"time": "2h"}, None),  # a QOS may lift the limits
+        ({"mem": "31GB"}, {"time": "1h"}, None),
     ],
 )
-def test_more_ranks_than_gpus_are_refused_on_this_machine_alone(
-    monkeypatch: pytest.MonkeyPatch, listed: str, resources: dict[str, int], fits: bool
+def test_a_job_that_its_partition_never_starts_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, entry: dict[str, Any], resources: dict[str, Any], key: str | None
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
-    if fits:
-        plan(cluster="local", **resources)
-    else:
-        with pytest.raises(InputError, match="CUDA_VISIBLE_DEVICES allows") as refused:
-            plan(cluster="local", **resources)
-        assert "resources.gpus_per_task=0" in str(refused.value)
-    plan(cluster="slurm", **resources)
+    partitions(monkeypatch, Partition("p", 4, max_seconds=3600, max_cpus=16, max_megabytes=32 * 1024))
+    if key is None:
+        assert plan(tmp_path, "a", clusters={"a": entry}, resources=resources)
+        return
+    with pytest.raises(InputError) as caught:
+        plan(tmp_path, "a", clusters={"a": entry}, resources=resources)
+    assert caught.value.key == key
+
+
+def test_fewest_nodes_above_nodes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        plan(tmp_path, resources={"nodes": 2, "min_nodes": 3})
+    assert caught.value.key == "resources.min_nodes"
+
+
+def header(script: str) -> dict[str, str]:
+    lines = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH --")]
+    return {name: value for name, _, value in (line.partition("=") for line in lines)}
+
+
+def test_the_batch_script_has_the_header_and_the_definitions(tmp_path: Path) -> None:
+    setup = ["export A='it''s'", 'if true; then\n  B="$A b"\nfi']
+    entry = {"partition": "h100", "setup": setup, "teardown": "echo bye", "srun_args": ["--export=ALL,A=b c"]}
+    made = plan(tmp_path, "a", clusters={"a": entry})
+    script = SlurmExecutor(made).script()
+    options = header(script)
+    assert "signal" not in options
+    assert {"requeue", "no-kill"} <= set(options)
+    assert options["open-mode"] == "append"
+    assert options["output"] == str(made.run.job_log)
+    assert "error" not in options
+    assert (options["job-name"], options["partition"], options["time"]) == (made.run.name, "h100", "60")
+
+    bash = shutil.which("bash")
+    definitions = script.partition("# setup\n")[2].partition("\n# command\n")[0]
+    show = 'printf "%s\\0" "$jobkit_scheduler" "${jobkit_runs[@]}" "${jobkit_setup[@]}" "${jobkit_srun_args[@]}"'
+    printed = subprocess.run([str(bash), "-c", f"{definitions}\n{show}"], capture_output=True, check=True, text=True)
+    assert printed.stdout.split("\0")[:-1] == ["slurm", str(made.run.path), *setup, "--export=ALL,A=b c"]
+    subprocess.run([str(bash), "-n"], input=script, check=True, text=True, env=dict(os.environ))

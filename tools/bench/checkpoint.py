@@ -1,8 +1,13 @@
-"""What a checkpoint costs, and a snapshot in memory: how long the loop stands still, until it is durable, its restore.
+"""Measure checkpoints against the plain operations that they are made of, in turns and in one process.
 
-Of a few large tensors, and of many small ones. Everything is measured in one process, the candidates in turn, so that a
-busy machine slows all of them; what is read is dropped from the page cache before:
-    python tools/bench/checkpoint.py --megabytes 512 --small-tensors 10000 --repeats 7 --dir DIRECTORY
+    .venv/bin/python tools/bench/checkpoint.py [--repeats 7] [--folder DIR] [--device cuda]
+
+stall     the copy that the loop waits for     / one copy of the same tensors into memory that is there
+durable   from the begin of a save to its name / write and fsync of as many bytes
+restore   read, checked, into live tensors     / one thread's read of the same bytes into the same tensors, one by one
+
+On a GPU the copy is one into pinned memory, to its end, and the read is followed by a copy to the device.
+Each row shows the least, the median and the most ratio, and the project's bound.
 """
 
 from __future__ import annotations
@@ -13,171 +18,104 @@ import shutil
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from measured import Row, absolute, ratios, tell
+from torch import nn
 
-from jobkit.checkpoint.memory import SnapshotMemory
-from jobkit.checkpoint.store import Store
-from jobkit.checkpoint.writer import Checkpointer
+from jobkit.checkpoint.checkpointer import Checkpointer
+from jobkit.checkpoint.live import Entry
+from jobkit.checkpoint.staging import Place
 from jobkit.group import RankGroup
-from jobkit.run.files import fsync_dir
-from jobkit.run.slots import environment_of, make_slots
 
-Times = dict[str, list[float]]
-
-
-def make_state(megabytes: int) -> dict[str, torch.Tensor]:
-    """Tensors of 1/4, 1/8 ... of the size, and the rest in a hundred small ones."""
-    numbers = megabytes * (1 << 20) // 4
-    sizes = [numbers // 4, numbers // 4, numbers // 8, numbers // 8, numbers // 8]
-    sizes += [(numbers - sum(sizes)) // 100] * 100
-    return {f"tensor_{index}": torch.randn(size) for index, size in enumerate(sizes)}
+STATES = {"512 MB": [(8 << 20,)] * 16, "10,000 small": [(1024,)] * 10_000}
+BOUNDS = {"stall": (1.0, 1.1), "durable": (1.2, 1.2), "restore": (1.0, 1.2)}
 
 
-SMALL = 1024
-"""Numbers of a small tensor, as a bias has."""
+class Many(nn.Module):
+    """A module of many parameters."""
+
+    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+        super().__init__()
+        for number, shape in enumerate(shapes):
+            self.register_parameter(f"p{number}", nn.Parameter(torch.rand(shape)))
 
 
-def make_small(count: int) -> dict[str, torch.Tensor]:
-    """So many small tensors."""
-    return {f"layer_{index}.bias": torch.randn(SMALL) for index in range(count)}
-
-
-def timed(times: Times, name: str, action: Callable[[], object]) -> None:
-    """Run and note the seconds it took."""
-    started = time.perf_counter()
+def seconds(action: Callable[[], object]) -> float:
+    began = time.perf_counter()
     action()
-    times.setdefault(name, []).append(time.perf_counter() - started)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
 
 
-class Plain:
-    """What cannot be beaten: a copy into memory that is there, a write and an fsync of the same bytes."""
-
-    def __init__(self, state: dict[str, torch.Tensor], root: Path) -> None:
-        self.state = state
-        self.path = root / "plain.bin"
-        self.copies = {key: tensor.clone() for key, tensor in state.items()}
-
-    def copy(self) -> None:
-        for key, tensor in self.state.items():
-            self.copies[key].copy_(tensor)
-
-    def write(self) -> None:
-        with self.path.open("wb", buffering=0) as file:
-            for tensor in self.copies.values():
-                rest = tensor.view(torch.uint8).numpy().data
-                while rest:
-                    rest = rest[file.write(rest) :]
-            os.fsync(file.fileno())
-
-    def read(self) -> None:
-        """The same bytes into new memory, as a process has none that begins."""
-        with self.path.open("rb", buffering=0) as file:
-            for tensor in self.copies.values():
-                rest = torch.empty(tensor.nbytes, dtype=torch.uint8).numpy().data
-                while rest:
-                    rest = rest[file.readinto(rest) :]
-
-
-def drop_from_cache(path: Path) -> None:
-    """So that the next reader has to ask the disk."""
-    for file in (path, *path.rglob("*")):
-        if file.is_file():
-            with file.open("rb") as opened:
-                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+def measure(shapes: list[tuple[int, ...]], folder: Path, repeats: int, device: torch.device) -> dict[str, list[float]]:
+    model = Many(shapes).to(device)
+    entries = [Entry(name="model", live=model)]
+    parameters = [parameter.detach() for parameter in model.parameters()]
+    pin = device.type == "cuda"
+    copies = [torch.zeros(parameter.shape, pin_memory=pin) for parameter in parameters]
+    size = sum(parameter.numel() * 4 for parameter in parameters)
+    block = memoryview(bytearray(size))
+    shutil.rmtree(folder, ignore_errors=True)
+    checkpointer = Checkpointer(folder, RankGroup.alone(), Place(), attempt=1, keep=1)
+    checkpointer.stage(0, entries, {})
+    ratios: dict[str, list[float]] = {row: [] for row in BOUNDS}
+    for step in range(1, repeats + 1):
+        plain = seconds(lambda: torch._foreach_copy_(copies, parameters, non_blocking=True))
+        began = time.perf_counter()
+        pending = checkpointer.stage(step, entries, {})
+        ratios["stall"].append((time.perf_counter() - began) / plain)
+        raw = seconds(lambda: write_raw(folder.with_name("raw"), block))
+        began = time.perf_counter()
+        checkpointer.write(pending, wait=True)
+        ratios["durable"].append((time.perf_counter() - began) / raw)
+        for file in (folder / "latest").glob("*.safetensors"):  # written past the page cache; the raw file was not
+            file.read_bytes()
+        raw = seconds(lambda: read_raw(folder.with_name("raw"), copies if pin else parameters))
+        if pin:
+            raw += seconds(lambda: torch._foreach_copy_(parameters, copies, non_blocking=True))
+        reader = Checkpointer(folder, RankGroup.alone(), Place(), attempt=2, keep=1)
+        ratios["restore"].append(seconds(lambda reader=reader: reader.restore(entries)) / raw)  # type: ignore[misc]
+    return ratios
 
 
-def with_memory(root: Path) -> Checkpointer:
-    """A checkpointer whose host copies lie where they outlive the process."""
-    slots = make_slots()
-    assert slots is not None, "memory that outlives a process needs Linux"
-    memory = SnapshotMemory.find(environment_of(slots), RankGroup.alone(), 1)
-    return Checkpointer(Store(root / "kept"), memory=memory)
+def write_raw(file: Path, data: memoryview) -> None:
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    position = 0
+    while position < len(data):
+        position += os.write(descriptor, data[position : position + (4 << 20)])
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
-def one_round(times: Times, round_: int, plain: Plain, ours: Checkpointer, kept: Checkpointer, root: Path) -> None:
-    """Every candidate once; what one wrote is removed before the next is timed."""
-    state = plain.state
-    timed(times, "copy", plain.copy)
-    timed(times, "write+fsync", plain.write)
-    drop_from_cache(plain.path)
-    timed(times, "read", plain.read)
-    plain.path.unlink()
-    fsync_dir(root)  # what a removal leaves to do is not the next one's to pay
-
-    saved = ours.save(round_, {"state": state}).wait()
-    times.setdefault("save: stall", []).append(saved.stall)
-    times.setdefault("save: durable", []).append(saved.seconds)
-    ours.wait()
-    drop_from_cache(ours.store.path(round_))
-    timed(times, "restored", Checkpointer(ours.store).load_newest)
-    shutil.rmtree(ours.store.path(round_))
-    fsync_dir(root)
-
-    snapshot = kept.save(round_, {"state": state}, to_disk=False).wait()
-    times.setdefault("snapshot: stall", []).append(snapshot.stall)
-    times.setdefault("snapshot: complete", []).append(snapshot.seconds)
-    kept.wait()
-
-    target = root / "async"
-    futures: list[Any] = []
-    timed(times, "async_save: stall", lambda: futures.append(dcp.async_save({"state": state}, checkpoint_id=target)))
-    futures[0].result()
-    shutil.rmtree(target)
-    fsync_dir(root)
-
-
-def report(times: Times, of: str) -> None:
-    """Medians with their spread, then a row a ratio."""
-    for name, seconds in times.items():
-        low, middle, high = min(seconds), statistics.median(seconds), max(seconds)
-        print(f"{name:34} {middle * 1e3:8.1f} ms   ({low * 1e3:.1f} .. {high * 1e3:.1f})")
-    for what, against, ours, base, bound in (
-        ("the loop stands still for a checkpoint", "a copy of the tensors", "save: stall", "copy", 1.1),
-        ("the loop stands still for a checkpoint", "dcp.async_save", "save: stall", "async_save: stall", 1.0),
-        ("the loop stands still for a snapshot in memory", "a copy of the tensors", "snapshot: stall", "copy", None),
-        ("a checkpoint is durable", "a raw write and fsync", "save: durable", "write+fsync", 1.2),
-        ("a checkpoint is verified and restored", "a raw read", "restored", "read", 1.5),
-    ):
-        values, note = ratios(times[ours], times[base]), absolute(times[ours], times[base], "ms", 1e3)
-        tell(Row(f"{what}, {of}", against, values, bound, below="dcp" in against, note=note))
-
-
-def measure(state: dict[str, torch.Tensor], of: str, repeats: int, directory: Path) -> None:
-    root = Path(tempfile.mkdtemp(prefix="bench_checkpoint_", dir=directory))
-    try:
-        plain = Plain(state, root)
-        ours = Checkpointer(Store(root / "checkpoints"))
-        kept = with_memory(root)
-        for first in (0, 0):  # they allocate, a slot each
-            one_round({}, first, plain, ours, kept, root)
-        times: Times = {}
-        for round_ in range(1, repeats + 1):
-            one_round(times, round_, plain, ours, kept, root)
-        report(times, of)
-    finally:
-        shutil.rmtree(root)
+def read_raw(file: Path, tensors: list[torch.Tensor]) -> None:
+    with file.open("rb", buffering=0) as source:
+        for tensor in tensors:
+            memory = tensor.view(torch.uint8).numpy().data
+            while memory:
+                memory = memory[source.readinto(memory) or len(memory) :]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=512, help="of a few large tensors; 0: without them")
-    parser.add_argument("--small-tensors", type=int, default=10_000, help="how many; 0: without them")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to be measured")
-    args = parser.parse_args()
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    if args.megabytes:
-        measure(make_state(args.megabytes), f"{args.megabytes} MB", args.repeats, args.dir)
-    if args.small_tensors:
-        measure(make_small(args.small_tensors), f"{args.small_tensors:,} small tensors", args.repeats, args.dir)
+    folder = Path(tempfile.mkdtemp(dir=arguments.folder or Path.cwd()))
+    try:
+        for column, (name, shapes) in enumerate(STATES.items()):
+            measured = measure(shapes, folder / "checkpoints", arguments.repeats, arguments.device)
+            for row, ratios in measured.items():
+                bound, middle = BOUNDS[row][column], statistics.median(ratios)
+                verdict = "met" if middle <= bound else "MISSED"
+                spread = f"{min(ratios):6.2f} {middle:6.2f} {max(ratios):6.2f}"
+                print(f"{row:9} {name:13} {spread}   bound {bound}: {verdict}", flush=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

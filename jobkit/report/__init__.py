@@ -1,1 +1,0 @@
-"""One page about one or several runs: what they logged, how their time went, what they are made of. No torch."""

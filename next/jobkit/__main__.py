@@ -1,5 +1,0 @@
-import sys
-
-from jobkit.cli.main import main
-
-sys.exit(main())

@@ -1,1 +1,0 @@
-"""State on the disk and in memory: trees of tensors, shards, snapshots, restore."""

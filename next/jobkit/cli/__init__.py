@@ -1,1 +1,0 @@
-"""The verbs of `python -m jobkit`, a file each."""

@@ -1,1 +1,0 @@
-"""Slurm's commands and their answers. Nothing here knows what a run is."""

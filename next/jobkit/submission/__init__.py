@@ -1,1 +1,0 @@
-"""From a YAML to a job: plan, checks, the batch script, the transaction, the follower."""

@@ -1,1 +1,0 @@
-"""The processes on a node: the agent, and the ranks that it forks."""
