@@ -24,7 +24,10 @@ VERBS = {
     "rm": "remove runs that are over, or their checkpoints",
     "verify": "prove that interruptions change no bit of a training, or name what they change",
     "preempt": "rehearse a preemption: a run stops, and continues by itself",
+    "diff": "what differs between two runs: config, code, results",
+    "board": "TensorBoard for some runs, or for all",
     "doctor": "check this machine and the cluster",
+    "completion": "the script that makes a shell complete verbs, options and names of runs",
 }
 
 
@@ -53,7 +56,7 @@ def _run(words: list[str]) -> int:
         is_yaml = verb.endswith((".yaml", ".yml"))
         hint = f"did you mean `{program('submit')} {verb}`?" if is_yaml else nearest(verb, VERBS)
         raise InputError(key="command", found=verb, allowed=f"one of {', '.join(VERBS)}", hint=hint)
-    module = import_module("jobkit.submit" if verb == "submit" else f"jobkit.cli.{verb}")
+    module = import_module(module_of(verb))
     parser = Parser(prog=program(verb), description=VERBS[verb])
     module.add_arguments(parser)
     arguments = parser.parse(words[1:])
@@ -63,8 +66,13 @@ def _run(words: list[str]) -> int:
     return int(module.run(arguments))
 
 
+def module_of(verb: str) -> str:
+    """Return the module with `add_arguments` and `run` of a verb."""
+    return "jobkit.submit" if verb == "submit" else f"jobkit.cli.{verb}"
+
+
 def _help() -> str:
-    verbs = "\n".join(f"  {verb:10}{summary}" for verb, summary in VERBS.items())
+    verbs = "\n".join(f"  {verb:12}{summary}" for verb, summary in VERBS.items())
     return (
         f"usage: {program('VERB')} ...\n\nRun PyTorch training here or on Slurm, and never lose a run.\n\n{verbs}\n\n"
         f"{program('VERB')} --help shows what a command takes; --help-agent is a page for coding agents."

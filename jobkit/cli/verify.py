@@ -11,16 +11,16 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, InputError
 from jobkit.run.journal import read_status
-from jobkit.run.load import Loaded, load
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import find, runs_dir_of
-from jobkit.submission import checks
-from jobkit.submission.plan import make_plan, target
 from jobkit.usage import enter_folder, show_examples
+
+if TYPE_CHECKING:
+    from jobkit.run.load import Loaded
 
 MIN_STEPS = 6
 """With fewer there is no place for an interruption."""
@@ -46,6 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Verify, and print the report."""
+    from jobkit.submission import checks
+    from jobkit.submission.plan import make_plan, target
     from jobkit.verify import runs
 
     if arguments.steps < MIN_STEPS:
@@ -95,6 +97,8 @@ def _plain(report: Any) -> dict[str, Any]:
 
 def shortened(file: Path, overrides: Sequence[str]) -> Loaded:
     """Return the config with `verify.params` over `params`, wherever the YAML refers to them; typed ones come last."""
+    from jobkit.run.load import load
+
     loaded = load(file, overrides)
     return load(file, [*_typed("params", loaded.config.verify.params), *overrides])
 

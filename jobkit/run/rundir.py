@@ -27,9 +27,9 @@ from jobkit.run import records
 from jobkit.run.files import foreign_owner, is_there, read_fresh, user_name
 from jobkit.run.locks import Lock
 from jobkit.run.records import Contact, Drill, End, Interruption, Lease, Progress, Request, RequestKind, Start
-from jobkit.run.schema import Config
 
 if TYPE_CHECKING:
+    from jobkit.run.schema import Config
     from jobkit.run.status import Status
 
 CHECKPOINT = re.compile(r"step_(\d{8,})")
