@@ -23,6 +23,7 @@ VERBS = {
     "rewind": "go back within a run, to one of its checkpoints",
     "rm": "remove runs that are over, or their checkpoints",
     "verify": "prove that interruptions change no bit of a training, or name what they change",
+    "report": "one HTML page about runs: curves, images, attempts, failures, config",
     "preempt": "rehearse a preemption: a run stops, and continues by itself",
     "diff": "what differs between two runs: config, code, results",
     "board": "TensorBoard for some runs, or for all",

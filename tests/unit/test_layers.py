@@ -14,6 +14,7 @@ LEVELS = {
     "submit": 6,
     "submission": 5,
     "verify": 5,
+    "report": 5,
     "worker": 4,
     "mirror": 4,
     "train": 3,
