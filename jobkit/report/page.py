@@ -24,7 +24,6 @@ import jobkit
 from jobkit.report import charts
 from jobkit.report.logged import Logged, read_logged
 from jobkit.run.accounting import accounts, goodput
-from jobkit.run.files import user_name
 from jobkit.run.schema import Config
 from jobkit.run.status import Attempt
 from jobkit.run.view import LOST, View
@@ -135,7 +134,6 @@ def page(views: Sequence[View], now: float) -> str:
         part_names=charts.PARTS,
         next=_next(views),
         version=jobkit.__version__,
-        user=user_name(),
         now=moment(now),
         moment=moment,
         cause=cause,

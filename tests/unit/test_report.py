@@ -17,6 +17,7 @@ from jobkit.cli.main import main
 from jobkit.report import charts
 from jobkit.report.logged import Series, stretches
 from jobkit.report.page import page
+from jobkit.run.accounting import Account
 from jobkit.run.rundir import RunDir
 from jobkit.run.view import views
 from jobkit.run.yamlfile import dump
@@ -83,6 +84,15 @@ def test_a_chart_holds_any_values(values: tuple[float, ...]) -> None:
     svg = charts.curves("tag", [("run", 0, series(*values))])
     assert "nan" not in svg and "inf" not in svg
     assert len(svg) < 4000
+
+
+def test_texts_in_pictures_are_escaped() -> None:
+    account = Account(attempt=1, began=5.0, until=9.0, queue=1.0, starting=1.0, useful=3.0, first_step=0, last_step=3)
+    curves = charts.curves(HOSTILE, [(HOSTILE, number, series(1, 2)) for number in range(2)])
+    for svg in (curves, charts.timeline([(HOSTILE, [account], [HOSTILE])])):
+        parsed = Parsed(str(svg))
+        assert {tag for tag, _ in parsed.tags} <= {"svg", "path", "text", "rect", "title"}
+        assert HOSTILE in parsed.text
 
 
 def test_labels_tell_neighbours_apart() -> None:
