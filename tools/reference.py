@@ -87,8 +87,14 @@ INTERNAL = ("close", "current", "finish_again", "is_done", "is_finished", "stopp
 
 JSON = {
     "submit, resume": ("submit.py", "_print_json", "one object; it returns at once"),
+    "submit --sweep": (
+        "submission/sweep.py",
+        "SweepOutcome.as_json",
+        "one object; an object in `runs` has `run`, `dir`, `state` and `started`; here also `process`, `log`",
+    ),
     "status": ("cli/status.py", "_values", "the status below, and these keys; a list for several runs"),
     "list": ("cli/rows.py", "Row.as_json", "a list: the status, and the columns of `list`; or `--columns` alone"),
+    "diff": ("cli/diff.py", "run", "one object; `config` and `outcome`: key -> the two values; `code`: lines"),
     "verify": ("verify/runs.py", "Report", "one object"),
 }
 RECORDS = (status.Status, status.Attempt, records.Submitted, records.Began, records.Ended, records.Progress)
@@ -225,8 +231,11 @@ def keys(file: str, name: str) -> str:
     item = node(file, name)
     if isinstance(item, ast.ClassDef):
         return ", ".join(f"`{key}`" for key, _ in documented(item.body))
-    found = next(part for part in ast.walk(item) if isinstance(part, ast.Dict) and part.keys)
-    return ", ".join(f"`{part.value}`" for part in found.keys if isinstance(part, ast.Constant))
+    dicts = (part.keys for part in ast.walk(item) if isinstance(part, ast.Dict))
+    written = next(names for names in dicts if any(isinstance(name, ast.Constant) for name in names))
+    tuples = [part for part in ast.walk(item) if isinstance(part, ast.Tuple) and name == "Row.as_json"]
+    parts = [*(part for names in tuples for part in names.elts), *written]
+    return ", ".join(f"`{part.value}`" for part in parts if isinstance(part, ast.Constant))
 
 
 def reference_page() -> str:

@@ -77,12 +77,14 @@ def cancel(runs: Sequence[RunDir], *, grace: bool = True) -> Iterator[tuple[int,
         # A controller that is away takes 9 s to say so: what the supervisor journals is not to wait for that.
         over = [before for before in waiting if (is_due and before.answered) or read_status(before.run).is_over]
         for before, now in zip(over, views([before.run for before in over]), strict=True):
+            if now.is_over:
+                now = _settle(now)  # under the lock, for which another command may have been first
             if now.status.token != before.status.token:
                 waiting.remove(before)
                 yield EXIT_FINISHED, f"{now.run.name} was stopped, and is {now.state}: another command continued it"
             elif now.is_over:
                 waiting.remove(before)
-                yield EXIT_FINISHED, _outcome(_settle(now))
+                yield EXIT_FINISHED, _outcome(now)
         time.sleep(LOOK_SECONDS)
     for before in waiting:
         if grace or before.answered:

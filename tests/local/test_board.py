@@ -42,8 +42,8 @@ def log_a_value(run: RunDir) -> None:
 
 
 def start(project: Path, *words: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "TMPDIR": str(project / "temporary"), "JOBKIT_RUNS": str(project / "runs")}
-    command = [sys.executable, "-m", "jobkit", "board", *words]
+    environment = {**os.environ, "TMPDIR": str(project / "temporary"), "JOBKIT_RUNS": str(project / "other")}
+    command = [sys.executable, "-m", "jobkit", "board", "--runs-dir", str(project / "runs"), *words]
     return subprocess.Popen(
         command, cwd=project, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

@@ -33,12 +33,14 @@ def test_a_chain_of_two_through_a_failure(project: Project) -> None:
     refused = project.jobkit(*words, check=False)
     assert (refused.returncode, second.status.person_submission) == (2, 1)
     assert f"resume {first.run.name}" in refused.stderr
-    project.jobkit("resume", first.run.name, "--detach")
+    project.jobkit("resume", first.run.name, "--detach", "--notify", "echo $JOBKIT_STATE >told")
     project.jobkit(*words)
     first.wait_for_attempt(2).end_training().wait_until_over()
     second.wait_until_over()
     assert (first.status.state, second.causes) == ("finished", ["finished"])
     assert second.status.attempts[0].began.time >= first.status.since
+    told = project.folder / "told"
+    wait_until(lambda: told.exists() and told.read_text() == "finished\n", "the command of --notify")
 
 
 def test_a_run_that_waits_can_be_stopped_and_cancelled(project: Project) -> None:

@@ -454,7 +454,15 @@ def test_several_runs_are_acted_on_only_when_a_person_agrees(
 
 @pytest.mark.parametrize(
     ("words", "code"),
-    [(["status"], 0), (["logs"], 0), (["wait"], 0), (["cancel"], 0), (["resume"], 0), (["preempt"], 1)],
+    [
+        (["status"], 0),
+        (["logs"], 0),
+        (["wait"], 0),
+        (["cancel"], 0),
+        (["resume"], 0),
+        (["preempt"], 1),
+        (["diff", NAME], 0),
+    ],
 )
 def test_runs_are_looked_for_in_the_folder_that_is_named(tmp_path: Path, words: list[str], code: int) -> None:
     run = make_run(tmp_path / "elsewhere", NAME, submitted(), began(), ended(), finished())

@@ -107,6 +107,13 @@ def library() -> set[str]:
     return {str(name) for name in names} | opened | callbacks
 
 
+class Blank(str):
+    """A parameter in the place of its value: it has the same form in any format."""
+
+    def __format__(self, spec: str) -> str:
+        return str(self)
+
+
 def files() -> set[str]:
     """Return the names in a run directory: `logs/<attempt>/rank_<rank>.out`."""
     run, names = RunDir("/run"), set()
@@ -114,7 +121,7 @@ def files() -> set[str]:
         if isinstance(value, rundir._Path):
             names.add(value.name)
         elif not name.startswith("_") and getattr(value, "__annotations__", {}).get("return") == "Path":
-            given: list[Any] = [f"<{parameter}>" for parameter in inspect.signature(value).parameters][1:]
+            given: list[Any] = [Blank(f"<{parameter}>") for parameter in inspect.signature(value).parameters][1:]
             names.add(str(value(run, *given).relative_to(run.path)))
     for node in (*parsed(CODE / "run/rundir.py").body, *parsed(CODE / "checkpoint/store.py").body):
         if isinstance(node, ast.Assign) and isinstance(node.value, (ast.Constant, ast.Tuple)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import jobkit
@@ -16,6 +17,8 @@ LEVELS = {
     "verify": 5,
     "report": 5,
     "worker": 4,
+    "huggingface": 4,
+    "lightning": 4,
     "mirror": 4,
     "train": 3,
     "supervisor": 3,
@@ -48,6 +51,33 @@ def test_imports_run_downwards_only() -> None:
         if module.startswith("jobkit.") and LEVELS.get(module.split(".")[1], 0) > LEVELS.get(part, 0) > 0
     }
     assert upwards == set()
+
+
+def imported_at_start(body: list[ast.stmt]) -> Iterator[str]:
+    """Yield what a module imports when it is imported itself: not in functions, not for type checkers."""
+    for node in body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Try) or (isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test)):
+            yield from imported_at_start(node.body)
+
+
+def test_no_circle_of_imports() -> None:
+    graph = {}
+    for file in ROOT.rglob("*.py"):
+        name = ".".join(file.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
+        graph[name] = set(imported_at_start(ast.parse(file.read_text(encoding="utf-8")).body)) - {name}
+    edges = {name: {other for other in others if other in graph} for name, others in graph.items()}
+    assert sum(map(len, edges.values())) > len(edges)
+    list(TopologicalSorter(edges).static_order())  # CycleError names a circle
+
+
+def test_every_part_has_a_level() -> None:
+    below = {"__init__", "__main__", "addresses", "errors", "group", "log", "start"}
+    assert {Path(name).parts[0].removesuffix(".py") for name, _, _ in imports()} - below == set(LEVELS)
 
 
 LAUNCH_HALF = {

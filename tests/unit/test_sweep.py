@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from harness.journals import make_run, submitted
 
+from jobkit.cli.main import main
 from jobkit.errors import InputError, NoSuchRun
 from jobkit.run import sweep
 from jobkit.run.load import read_source
@@ -66,6 +67,18 @@ def test_a_typed_value_fixes_its_axis_of_the_yaml(tmp_path: Path) -> None:
 def test_a_table_has_a_point_a_line_and_an_empty_field_keeps_the_yaml(tmp_path: Path) -> None:
     table = '\ufeffparams.widths, seed\n"[1,2]", 1\n\n,2\n'
     assert wanted(tmp_path, table=table) == [["params.widths=[1,2]", "seed=1"], ["seed=2"]]
+
+
+def test_a_sweep_of_a_table_is_shown_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "toy.py").write_text("def train(ctx): ...\n")
+    (tmp_path / "toy.yaml").write_text(YAML)
+    (tmp_path / "points.csv").write_text("seed\n1\n2\n")
+    assert main(["submit", "toy.yaml", "--local", "--dry-run", "--sweep-file", "points.csv"]) == 0
+    assert [line.split()[1:] for line in capsys.readouterr().out.splitlines()[1:]] == [["seed=1"], ["seed=2"]]
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(
