@@ -148,7 +148,8 @@ def _on_hover(series: Sequence[tuple[str, list[Stretch]]], x: Axis, y: Axis) -> 
 
 def number(value: float, digits: int = 4) -> str:
     """Return a number as a person reads it: `0.0234`, `1,500`, `3.1e-05`."""
-    text = f"{value:,.0f}" if value == round(value) and abs(value) < 1e6 else f"{value:.{digits}g}"
+    is_whole = abs(value) < 1e6 and value == round(value)  # NaN and infinity are neither
+    text = f"{value:,.0f}" if is_whole else f"{value:.{digits}g}"
     return text.replace("-", "\N{MINUS SIGN}", 1) if text.startswith("-") else text
 
 

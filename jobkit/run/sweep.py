@@ -168,13 +168,13 @@ def _called(key: str, name: str, words: Sequence[str]) -> list[str]:
     """`range` is Python's; `log(first,last,count)` has equal factors, and both ends."""
     try:
         if name == "range":
-            values = [str(number) for number in range(*map(int, words))]
+            values = [str(number) for number in range(*map(int, words))[: MOST_POINTS + 1]]
         else:
             first, last, count = float(words[0]), float(words[1]), int(words[2])
             factor = (last / first) ** (1 / (count - 1))
-            each = [first * factor**number for number in range(count)]
+            each = [first * factor**number for number in range(min(count, MOST_POINTS + 1))]
             values = [repr(float(f"{value:.{DIGITS}g}")) for value in each if value > 0 and math.isfinite(value)]
-            if len(words) != 3 or len(values) != count:
+            if len(words) != 3 or len(values) != len(each):
                 raise ValueError
         if not values:
             raise ValueError

@@ -123,7 +123,10 @@ def plan(
         config = dataclasses.replace(config, resources=made[kind].config.resources)
         run = RunDir(made[kind].run.path.with_name(run_name(config, start)))
         same = dataclasses.replace(made[kind], loaded=dataclasses.replace(loaded, config=config))
-        plans.setdefault(run.name, (point, same.at(run)))
+        before, _ = plans.setdefault(run.name, (point, same.at(run)))
+        if plans[run.name][1].config != config:
+            problem = f"{before} and {point} are the same run: a key of these does not change the result"
+            raise InputError(problem, key="sweep", hint="give that key one value for all runs")
     return dict(plans.values())
 
 

@@ -86,6 +86,11 @@ def test_a_chart_holds_any_values(values: tuple[float, ...]) -> None:
     assert len(svg) < 4000
 
 
+@pytest.mark.parametrize("value", [NAN, math.inf, -math.inf])
+def test_a_number_that_is_none_has_a_text(value: float) -> None:
+    assert charts.number(value).strip("\N{MINUS SIGN}") in ("nan", "inf")
+
+
 def test_texts_in_pictures_are_escaped() -> None:
     account = Account(attempt=1, began=5.0, until=9.0, queue=1.0, starting=1.0, useful=3.0, first_step=0, last_step=3)
     curves = charts.curves(HOSTILE, [(HOSTILE, number, series(1, 2)) for number in range(2)])

@@ -95,6 +95,8 @@ def test_a_sweep_of_a_table_is_shown_and_nothing_is_written(
         ({"words": ["params.lr=log(1,2)"]}, "command line", "params.lr"),
         ({"words": ["params.lr=log(1,2,1)"]}, "command line", "params.lr"),
         ({"words": ["seed=range(1000)", "params.lr=range(1000)"]}, "command line", "sweep"),
+        ({"words": ["seed=range(100000000000)"]}, "command line", "sweep"),
+        ({"words": ["params.lr=log(1,2,100000000000)"]}, "command line", "sweep"),
         ({"words": ["params.lrr=1,2"]}, "command line", "params.lrr"),
         ({"words": ["params.lr=1,x"]}, "command line", "params.lr"),
         ({"table": "seed,seed\n1,2\n"}, "points.csv:1", "column 2"),

@@ -338,6 +338,14 @@ def submit_sweep(slurm: Slurm, count: int, *, most: int | None = None) -> sweep.
     return sweep.submit(sweep.Sweep.of(list(plans.values())), Path.cwd(), most)
 
 
+def test_points_that_only_say_where_a_run_goes_are_refused(slurm: Slurm) -> None:
+    source = read_source(Path("toy.yaml"))
+    points = [(text, source.loaded([(text, "here")])) for text in ("resources.nodes=1", "resources.nodes=2")]
+    place = target(source.loaded().config, local=False, cluster="slurm")
+    with pytest.raises(InputError, match="same run"):
+        sweep.plan(points, lambda loaded: make_plan(loaded, slurm.folder / "runs", place))
+
+
 def states(slurm: Slurm, outcome: sweep.SweepOutcome) -> list[str]:
     return [now.state for now in views([plan.run for plan in outcome.sweep.plans])]
 
