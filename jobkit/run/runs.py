@@ -35,7 +35,7 @@ def runs_dir_of(option: Path | None) -> Path:
 def runs_in(runs_dir: Path) -> list[RunDir]:
     """Return every run of a runs directory, the most recently changed first."""
     changed = [(moment, name) for name in _names(runs_dir) if (moment := _changed(name, runs_dir)) is not None]
-    return [RunDir(runs_dir / name) for _, name in sorted(changed, reverse=True)]
+    return [RunDir.listed(runs_dir, name) for _, name in sorted(changed, reverse=True)]
 
 
 def versions(runs_dir: Path, name: str) -> list[RunDir]:
