@@ -3,6 +3,7 @@
     its job waits in Slurm's queue    scancel, wait until it is gone, journal `cancelled` under the run's lock
     its job is gone                   journal `cancelled` under the lock
     its job runs                      a Request in its directory: its supervisor stops the ranks, and journals
+    a sweep's loop runs here          a file beside the loop's lock: the loop starts nothing more
 
 A supervisor alone writes the journal while its job lives, so that the third way ends with the second at worst.
 """
@@ -12,14 +13,16 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
-from jobkit.cli.arguments import add_runs, confirmed, worst
+from jobkit.cli.arguments import add_runs, chosen, confirmed, worst
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED
 from jobkit.log import log
 from jobkit.run.files import user_name
 from jobkit.run.journal import Journal, read_status
 from jobkit.run.records import Cancelled
 from jobkit.run.rundir import RunDir
+from jobkit.run.runs import runs_dir_of, sweep_cancel_file, sweep_file, sweep_lock
 from jobkit.run.view import LOST, View, view, views
 from jobkit.usage import show_examples, to_continue, to_type
 
@@ -41,11 +44,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Cancel, wait for the checkpoints, and say what became of each run. A run that is over is no mistake."""
-    codes = []
-    for code, line in cancel(confirmed(arguments), grace=not arguments.no_grace):
+    codes, runs = [], confirmed(arguments)
+    if _stop_sweeps(arguments.names, runs_dir_of(arguments.runs_dir)):
+        runs = chosen(arguments)  # and those that have started since
+    for code, line in cancel(runs, grace=not arguments.no_grace):
         print(line, flush=True)
         codes.append(code)
     return worst(codes)
+
+
+def _stop_sweeps(words: Sequence[str], runs_dir: Path) -> list[Path]:
+    """Let the sweeps that run on this machine start nothing more; returns their files."""
+    files = [file for word in words if (file := sweep_file(word, runs_dir)) and sweep_lock(file).is_held()]
+    for file in files:
+        sweep_cancel_file(file).touch()
+        print(f"{file.name} starts nothing more", flush=True)
+    return files
 
 
 def cancel(runs: Sequence[RunDir], *, grace: bool = True) -> Iterator[tuple[int, str]]:

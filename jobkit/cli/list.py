@@ -89,12 +89,12 @@ def _text(arguments: argparse.Namespace) -> str:
     if arguments.json and not named:
         return json_text([row.as_json() for row in shown])
     keys = [*dict.fromkeys(["run", *(named or table.choose(shown)), *conditional, *([by] if by else [])])]
-    cells = [[row.values.get(key) for key in keys] for row in shown]
     if arguments.json:
-        return json_text([dict(zip(keys, values, strict=True)) for values in cells])
+        return json_text([{key: row.values.get(key) for key in keys} for row in shown])
     if arguments.csv:
         text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([keys, *cells])
+        rows = ([row.values.get(key) for key in keys] for row in shown)
+        csv.writer(text, lineterminator="\n").writerows([keys, *rows])
         return text.getvalue().rstrip("\n")
     if not all_rows:
         return f"no runs in {runs_dir}; `{program('submit')} EXP.yaml` makes one"

@@ -19,7 +19,7 @@ from typing import Any
 
 from jobkit.errors import LostLease
 from jobkit.run import older, records
-from jobkit.run.files import json_text, read_fresh, read_json, write_json
+from jobkit.run.files import json_text, read_fresh, write_json
 from jobkit.run.records import EVENTS, Event
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Status, fold
@@ -122,12 +122,16 @@ def read_status(run: RunDir) -> Status:
     return status if status.submitted is not None else older.read(run) or status
 
 
+_DECODER = json.JSONDecoder()
+
+
 def cached_status(run: RunDir) -> dict[str, Any] | None:
     """Return the content of status.json; None where it is older than the journal. `list` reads thousands of them."""
-    value = read_json(run.status_file)
-    try:
+    try:  # texts in the place of Paths, and no buffer: each is a fifth of the time
+        with open(f"{run.folder}/status.json", "rb", buffering=0) as file:  # noqa: PTH123
+            value = _DECODER.raw_decode(file.read().decode())[0]
         is_ours = isinstance(value, dict) and not older.is_older(value)
-        is_new = is_ours and value.get("journal_bytes") == run.journal_file.stat().st_size
-    except OSError:
+        is_new = is_ours and value.get("journal_bytes") == os.stat(f"{run.folder}/events.jsonl").st_size  # noqa: PTH116
+    except (OSError, ValueError):
         return None
     return value if is_new else None

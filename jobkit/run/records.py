@@ -16,7 +16,6 @@ jobkit. Fields that a record does not have are left out.
 from __future__ import annotations
 
 import dataclasses
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -397,6 +396,8 @@ class Finished(Event):
 
 def new_token(run: str, number: int) -> str:
     """Return the token of a run's submission: it names this one, also where the run directory is copied or moved."""
+    import secrets  # lists of runs need none
+
     return f"jobkit:{run}:{number}:{secrets.token_hex(3)}"
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -92,8 +93,21 @@ class RunDir:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path).absolute()
+        self.folder = str(self.path)
+        """The path as a text."""
         self.name = self.path.name
         """`<name>-<hash8>`, also the job's name."""
+
+    @classmethod
+    def listed(cls, runs_dir: Path, name: str) -> RunDir:
+        """Return RunDir(runs_dir / name) of an absolute path. Its Path is made on first use: a list has thousands."""
+        run = cls.__new__(cls)
+        run.folder, run.name = f"{runs_dir}/{name}", name
+        return run
+
+    @cached_property
+    def path(self) -> Path:
+        return Path(self.folder)
 
     def __repr__(self) -> str:
         return f"RunDir({str(self.path)!r})"

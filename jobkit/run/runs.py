@@ -15,6 +15,7 @@ from pathlib import Path
 
 from jobkit.errors import InputError, NoSuchRun, nearest
 from jobkit.run.journal import read_status
+from jobkit.run.locks import Lock
 from jobkit.run.rundir import RunDir
 
 WORDS = "a name, the beginning of a name, a pattern ('digits*'), a sweep (digits-11f5f19c.sweep), a job id or a path"
@@ -35,7 +36,7 @@ def runs_dir_of(option: Path | None) -> Path:
 def runs_in(runs_dir: Path) -> list[RunDir]:
     """Return every run of a runs directory, the most recently changed first."""
     changed = [(moment, name) for name in _names(runs_dir) if (moment := _changed(name, runs_dir)) is not None]
-    return [RunDir(runs_dir / name) for _, name in sorted(changed, reverse=True)]
+    return [RunDir.listed(runs_dir, name) for _, name in sorted(changed, reverse=True)]
 
 
 def versions(runs_dir: Path, name: str) -> list[RunDir]:
@@ -74,6 +75,22 @@ def find(words: Sequence[str], runs_dir: Path) -> list[RunDir]:
     return list({run.path.resolve(): run for run in runs}.values())
 
 
+def sweep_file(word: str, runs_dir: Path) -> Path | None:
+    """Return the file of the sweep that a word means; None where there is none."""
+    files = (runs_dir / word, Path(word).absolute())
+    return next((file for file in files if file.name.endswith(SWEEP) and file.is_file()), None)
+
+
+def sweep_lock(file: Path) -> Lock:
+    """Return the lock that the loop of a sweep holds, which starts its runs on this machine."""
+    return Lock(file.parent / ".locks" / f"{file.name}.alive")
+
+
+def sweep_cancel_file(file: Path) -> Path:
+    """Return the file that `cancel` makes for that loop: the loop starts nothing more."""
+    return file.parent / ".locks" / f"{file.name}.cancel"
+
+
 def some(names: Sequence[str]) -> str:
     """Return as many names as a line has room for."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
@@ -99,7 +116,7 @@ def _meant(word: str, runs_dir: Path) -> list[RunDir]:
 
 def _of_sweep(word: str, runs_dir: Path) -> list[RunDir]:
     """The runs of a sweep that exist: those that were refused, or wait for their turn here, do not."""
-    file = next((path for path in (runs_dir / word, Path(word).absolute()) if path.is_file()), None)
+    file = sweep_file(word, runs_dir)
     if file is None:
         hint = nearest(word, [path.name for path in runs_dir.glob(f"*{SWEEP}")])
         raise NoSuchRun(key="RUN", found=word, allowed=f"a sweep in {runs_dir}", hint=hint)

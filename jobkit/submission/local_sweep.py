@@ -21,9 +21,9 @@ from jobkit.display import Display
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, JobkitError, worst
 from jobkit.run import snapshot
 from jobkit.run.journal import read_status
-from jobkit.run.locks import Lock
 from jobkit.run.machine import visible_devices
 from jobkit.run.rundir import RunDir
+from jobkit.run.runs import sweep_cancel_file, sweep_lock
 from jobkit.run.view import LOST, view
 from jobkit.submission import transaction
 from jobkit.submission.follow import POLL_SECONDS, Stop
@@ -50,7 +50,7 @@ def submit(
     log = sweep.file.with_name(f"{sweep.name}.log")
     outcome = SweepOutcome(sweep=sweep)
     todo = starting(outcome)
-    lock = Lock(sweep.file.parent / ".locks" / f"{sweep.name}.alive")
+    lock, cancel_file = sweep_lock(sweep.file), sweep_cancel_file(sweep.file)
     if todo and not lock.take():
         print(f"sweep {sweep.name} runs here already; its output: {log}", file=sys.stderr)
         todo = []
@@ -60,8 +60,9 @@ def submit(
         if as_json:
             print(json.dumps(outcome.as_json()))
         return EXIT_FINISHED
+    cancel_file.unlink(missing_ok=True)  # it was for the loop before
     code = snapshot.take(folder, sweep.file.parent)
-    loop = _Loop(todo, folder, code, most or _room(todo[0]), signals, prepare)
+    loop = _Loop(todo, folder, code, most or _room(todo[0]), signals, prepare, cancel_file)
     if not detach:
         return loop.run()
     sys.stdout.flush()
@@ -99,6 +100,7 @@ class _Loop:
     most: int
     signals: Signals
     prepare: Callable[[LaunchPlan], None]
+    cancel_file: Path
     running: dict[RunDir, tuple[subprocess.Popen[bytes], Stop]] = field(default_factory=dict)
     states: list[str] = field(default_factory=list)
     codes: list[int] = field(default_factory=list)
@@ -106,8 +108,8 @@ class _Loop:
     def run(self) -> int:
         """Go on until all runs are over, or a signal has stopped those that run; returns the exit code of the worst."""
         self.signals.job_exists()
-        while self.running or (self.waiting and not self.signals.received):
-            while self.waiting and len(self.running) < self.most and not self.signals.received:
+        while self.running or (self.waiting and not self._is_stopped()):
+            while self.waiting and len(self.running) < self.most and not self._is_stopped():
                 self._start(self.waiting.pop(0))
             for run, (process, stop) in list(self.running.items()):
                 if process.poll() is not None and not run.alive_lock().is_held():
@@ -118,7 +120,11 @@ class _Loop:
             time.sleep(POLL_SECONDS)
         self.states += ["not started"] * len(self.waiting)
         print(counted(self.states), flush=True)
-        return EXIT_RESUMABLE if self.signals.received else worst(self.codes)
+        return EXIT_RESUMABLE if self.signals.received or self.waiting else worst(self.codes)
+
+    def _is_stopped(self) -> bool:
+        """Return whether a signal, or `cancel` of the sweep, has asked to start nothing more."""
+        return bool(self.signals.received) or self.cancel_file.exists()
 
     def _start(self, plan: LaunchPlan) -> None:
         try:
@@ -134,6 +140,8 @@ class _Loop:
         print(f"{outcome.run.name} starts; {len(self.waiting)} run(s) wait", file=sys.stderr, flush=True)
         stop = Stop(outcome.run, outcome.process, Display(outcome.run.name))
         self.running[outcome.run] = outcome.process, stop
+        if self.cancel_file.exists():  # `cancel` may have looked for runs before this one was there
+            outcome.run.ask("cancel", read_status(outcome.run))
 
     def _ended(self, run: RunDir, process: subprocess.Popen[bytes]) -> None:
         now = view(run)

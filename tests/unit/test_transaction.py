@@ -70,10 +70,11 @@ class Slurm:
         file.write_text(f"#!/bin/bash\n{script}\n")
         file.chmod(0o755)
 
-    def answer(self) -> None:
-        """Let the controller answer questions."""
+    def answer(self, most_tasks: int = 1001) -> None:
+        """Let the controller answer questions; an array has at most `most_tasks`."""
         self.program("squeue", f"cat {self.queue}")
         config = "ClusterName             = box\nSlurmctldHost[0]        = head\nSlurmctldPort           = 6817"
+        config += f"\nMaxArraySize            = {most_tasks}"
         partition = "PartitionName=p Default=YES TotalNodes=9 State=UP MaxNodes=UNLIMITED MaxTime=UNLIMITED"
         shown = f'if [ "$2" = config ]; then echo "{config}"; else echo "{partition} MaxCPUsPerNode=UNLIMITED"; fi'
         self.program("scontrol", shown)
@@ -329,9 +330,10 @@ def test_a_run_after_another_one_depends_on_its_job(slurm: Slurm) -> None:
 # Sweeps
 
 
-def submit_sweep(slurm: Slurm, count: int, *, most: int | None = None) -> sweep.SweepOutcome:
+def submit_sweep(slurm: Slurm, count: int, *, most: int | None = None, odd: str = "") -> sweep.SweepOutcome:
+    """Submit a run for each seed; `odd` is one more word of each second run."""
     source, runs_dir = read_source(Path("toy.yaml")), slurm.folder / "runs"
-    words = [[(f"seed={seed}", "here")] for seed in range(count)]
+    words = [[(f"seed={seed}", "here"), *([(odd, "here")] if odd and seed % 2 else [])] for seed in range(count)]
     place = target(source.loaded().config, local=False, cluster="slurm")
     points = [(str(point), source.loaded(point)) for point in words]
     plans = sweep.plan(points, lambda loaded: make_plan(loaded, runs_dir, place))
@@ -381,6 +383,23 @@ def test_a_limit_takes_as_many_as_it_allows_and_the_same_command_submits_the_res
     assert (sum(count for _, count in rest.jobs), states(slurm, rest)) == (21, ["queued"] * 32)
     keys = [line.split("|")[0] for line in slurm.queue.read_text().splitlines()]
     assert len(keys) == len(set(keys)) == 32
+
+
+def test_unequal_points_and_small_arrays_are_several_arrays(slurm: Slurm) -> None:
+    slurm.answer(most_tasks=2)
+    slurm.says("limit", "3")
+    outcome = submit_sweep(slurm, 5, most=4, odd="resources.nodes=2")
+    runs = [plan.run for plan in outcome.sweep.plans]
+    assert (outcome.jobs, outcome.left) == ([("17", 2), ("19", 1)], [runs[1].name, runs[3].name])
+    (slurm.folder / "limit").unlink()
+    rest = submit_sweep(slurm, 5, most=4, odd="resources.nodes=2")
+    assert (rest.jobs, rest.left, states(slurm, rest)) == ([("20", 2)], [], ["queued"] * 5)
+    assert [now.job_id for now in views(runs)] == ["17_0", "20_0", "17_1", "20_1", "19_0"]
+    arrays = {0: ["--array=0-1%2", "--nodes=1"], 4: ["--array=0%1", "--nodes=1"], 1: ["--array=0-1%4", "--nodes=2"]}
+    for first, options in arrays.items():
+        script = (runs[first].submitit / "array.sh").read_text()
+        assert [option for option in options if f"#SBATCH {option}\n" in script] == options
+    assert submit_sweep(slurm, 5, odd="resources.nodes=2").jobs == []
 
 
 def test_a_refused_sweep_leaves_no_new_run_and_tells_an_old_one(slurm: Slurm) -> None:
