@@ -11,6 +11,7 @@ from jobkit.cli.arguments import add_runs, chosen, worst
 from jobkit.run.duration import parse_seconds
 from jobkit.run.journal import read_status
 from jobkit.run.rundir import RunDir
+from jobkit.run.runs import runs_dir_of, sweep_file, sweep_lock
 from jobkit.run.view import View, views
 from jobkit.usage import show_examples
 
@@ -40,8 +41,13 @@ def _seconds(text: str) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Wait, and print a line for each run as it ends. Ctrl-C ends the waiting alone."""
-    runs, codes = chosen(arguments), []
     until = math.inf if arguments.timeout is None else time.monotonic() + arguments.timeout
+    files = [sweep_file(word, runs_dir_of(arguments.runs_dir)) for word in arguments.names]
+    while any(file is not None and sweep_lock(file).is_held() for file in files):  # it makes its runs one by one
+        if time.monotonic() >= until:
+            return EXIT_TIMED_OUT
+        time.sleep(LOOK_SECONDS)
+    runs, codes = chosen(arguments), []
     for view in ended(runs, LOOK_SECONDS, until=until):
         codes.append(view.exit_code)
         print(f"{view.run.name}: {view.state}{f': {view.words}' if view.words else ''}", flush=True)

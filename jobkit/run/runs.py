@@ -81,6 +81,12 @@ def sweep_file(word: str, runs_dir: Path) -> Path | None:
     return next((file for file in files if file.name.endswith(SWEEP) and file.is_file()), None)
 
 
+def sweep_names(word: str, runs_dir: Path) -> list[str]:
+    """Return the names of all runs of a sweep, of those too that have not begun; none for any other word."""
+    file = sweep_file(word, runs_dir)
+    return file.read_text(encoding="utf-8").split() if file is not None else []
+
+
 def sweep_lock(file: Path) -> Lock:
     """Return the lock that the loop of a sweep holds, which starts its runs on this machine."""
     return Lock(file.parent / ".locks" / f"{file.name}.alive")
@@ -120,9 +126,11 @@ def _of_sweep(word: str, runs_dir: Path) -> list[RunDir]:
     if file is None:
         hint = nearest(word, [path.name for path in runs_dir.glob(f"*{SWEEP}")])
         raise NoSuchRun(key="RUN", found=word, allowed=f"a sweep in {runs_dir}", hint=hint)
-    names = file.read_text(encoding="utf-8").split()
+    names = sweep_names(word, runs_dir)
     runs = [RunDir(file.parent / name) for name in names if _changed(name, file.parent) is not None]
-    return runs or _none(word, runs_dir, names)
+    if not runs:
+        raise NoSuchRun("none of its runs is there", key="RUN", found=word)
+    return runs
 
 
 def _beginning_with(word: str, runs_dir: Path, names: Sequence[str]) -> list[str]:

@@ -52,7 +52,7 @@ def submit(
     todo = starting(outcome)
     lock, cancel_file = sweep_lock(sweep.file), sweep_cancel_file(sweep.file)
     if todo and not lock.take():
-        print(f"sweep {sweep.name} runs here already; its output: {log}", file=sys.stderr)
+        print(f"sweep {sweep.name} runs here already{f'; its output: {log}' if log.exists() else ''}", file=sys.stderr)
         todo = []
     say: Callable[[str], None] = (lambda line: print(line, file=sys.stderr)) if as_json else print
     say(f"sweep {sweep.name}: {outcome.counts()}")

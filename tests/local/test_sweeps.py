@@ -35,6 +35,8 @@ def test_a_sweep_goes_on_in_turn_is_interrupted_and_the_same_command_finishes_it
     detached = project.jobkit("submit", str(project.yaml), *SWEEP, "--max-running", "2", "--detach")
     assert file.name in detached.stdout
     wait_until(lambda: len(find([file.name], runs)) == 3, "the third run")
+    early = project.jobkit("wait", file.name, "--timeout", "1", check=False)
+    assert early.returncode == 124, "the loop may start more runs"
     for run in find([file.name], runs):
         Launch(project, RunDir(run.path)).wait_for_step(10).end_training()
     assert project.jobkit("wait", file.name).returncode == 0

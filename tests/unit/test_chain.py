@@ -105,5 +105,8 @@ def test_words_become_names_of_runs(tmp_path: Path) -> None:
     with pytest.raises(NoSuchRun) as caught:
         chain.resolve(loaded, (), runs)
     assert (caught.value.key, caught.value.found) == ("after", "gone")
+    (runs / "toy.sweep").write_text(f"{FIRST}\ntoy-99999999\n")
+    with pytest.raises(InputError, match="have not begun"):
+        chain.resolve(plan_after(runs, "toy").loaded, ["toy.sweep"], runs)
     resolved = chain.resolve(loaded, ["toy-1", str(other / "far-22222222")], runs, may_be_gone=True)
     assert resolved.config.after == resolved.written["after"] == [FIRST, str(other / "far-22222222")]
