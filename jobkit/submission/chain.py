@@ -35,7 +35,7 @@ def resolve(loaded: Loaded, words: Sequence[str], runs_dir: Path, *, may_be_gone
                 continue
             error.key = key
             raise loaded.locate(error) if key == "after" else error from None
-        if lacking := len(sweep_names(word, runs_dir)) - len(runs):
+        if (lacking := len(sweep_names(word, runs_dir)) - len(runs)) > 0:
             hint = f"first: {program('wait')} {word}"
             raise InputError(f"{lacking} run(s) of the sweep have not begun", key=key, found=word, hint=hint)
         names |= {run.name if run.path.parent == runs_dir else str(run.path): None for run in runs}

@@ -110,7 +110,7 @@ class Context:
         self._spread = Spread(config, joined.device, joined.ranks, rank.local_world_size)
         self._step = Step(config, self._spread)
         self._tracked = Tracked(self._checkpointer, config.checkpoint.weights, drifts=self._spread.drifts)
-        self._tracked.is_start = self._is_start
+        self._tracked.given.is_start = self._is_start
         self._checkpoints = Checkpoints(rank, self._checkpointer, self._tracked, self._reporter)
         timing = Timing(self._reporter, joined.device, self._step.loaders, self._spread.optimizers)
         self._loop = Loop(

@@ -33,6 +33,8 @@ class Given:
     def __init__(self) -> None:
         self._now: dict[str, Any] = {}
         self._then: Mapping[str, Any] = {}
+        self.is_start = False
+        """True if this attempt begins with another run's checkpoint: what the code gives now holds."""
         self.changes: dict[str, str] = {}
         """`optimizer.lr` -> `0.3 -> 0.01`, as far as the restored values gave way."""
 
@@ -51,7 +53,10 @@ class Given:
         return dict(self._now)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._then = state
+        if self.is_start:
+            self._then = state
+        else:  # the restored values come of what the run's first attempt gave
+            self._now |= state
 
     def apply(self, objects: Mapping[str, Any]) -> None:
         """Let what is given otherwise now hold in objects that were restored."""

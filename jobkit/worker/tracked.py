@@ -63,8 +63,6 @@ class Tracked:
         self.has_files = False
         """True where a framework writes its own files into checkpoints."""
         self.given = Given()
-        self.is_start = False
-        """True if this attempt begins with a checkpoint of another run: the code's options hold."""
         self._is_checked = False
         self._hook = register_optimizer_step_post_hook(self._note_step)
 
@@ -94,13 +92,13 @@ class Tracked:
             # An object that was made since the call before may have changed what that restored, as a scheduler does
             # with its optimizer's learning rate.
             self.restore_again()
-        elif self.is_start:
+        elif self.given.is_start:
             self.given.apply({entry.name: entry.live for entry in entries})
 
     def restore_again(self) -> None:
         """Read everything once more: lines that ran since may have changed it."""
         self.checkpointer.restore_again()
-        if self.is_start:
+        if self.given.is_start:
             self.given.apply(self.objects)
 
     def add_own(self, name: str, live: Any) -> None:

@@ -33,7 +33,6 @@ def test_tasks_of_an_array_go_their_own_ways(
     assert (cancelled.status.state, cancelled.causes) == ("cancelled", ["cancelled"])
     plain.end_training().wait_until_over()
     followed.wait_for_attempt(2)
-    assert followed.ends[0].next == "successor"
     job = str(followed.status.job_id)
     assert (job != ids[2], job.endswith("_2")) == (True, True)
     preempted.wait_for_attempt(2)

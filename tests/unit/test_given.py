@@ -74,6 +74,7 @@ def test_a_schedule_goes_on_as_if_it_had_been_made_with_the_new_rate(name: str) 
     options = {key: value for key, value in before.param_groups[0].items() if key != "params"}
     optimizer.param_groups[0].update(options)
     schedule.load_state_dict(state)
+    given.is_start = True
     given.load_state_dict(given_then.state_dict())
     given.apply({"optimizer": optimizer, "schedule": schedule})
 
@@ -96,6 +97,7 @@ def test_without_a_change_no_bit_differs(name: str) -> None:
     options = {key: value for key, value in before.param_groups[0].items() if key != "params"}
     optimizer.param_groups[0].update(options)
     schedule.load_state_dict(old.state_dict())
+    given.is_start = True
     given.load_state_dict(given_then.state_dict())
     given.apply({"optimizer": optimizer, "schedule": schedule})
     assert given.changes == {}
@@ -113,6 +115,7 @@ def test_a_schedule_that_is_made_after_the_restore_has_the_new_rate() -> None:
     old.step()
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     given.note("optimizer", optimizer)
+    given.is_start = True
     given.load_state_dict(given_then.state_dict())
     optimizer.param_groups[0].update(lr=0.15, initial_lr=0.3)
     given.apply({"optimizer": optimizer})
@@ -123,3 +126,10 @@ def test_a_schedule_that_is_made_after_the_restore_has_the_new_rate() -> None:
     schedule.load_state_dict(old.state_dict())
     given.apply({"optimizer": optimizer, "schedule": schedule})
     assert (optimizer.param_groups[0]["lr"], schedule.base_lrs) == (pytest.approx(0.05), [0.1])
+
+
+def test_a_continued_run_keeps_what_its_first_attempt_gave() -> None:
+    *_, first = trained(0.3, SCHEDULES["step"][0], 0)
+    *_, again = trained(0.01, SCHEDULES["step"][0], 0)
+    again.load_state_dict(first.state_dict())
+    assert again.state_dict() == first.state_dict()
