@@ -91,7 +91,7 @@ def cancel(runs: Sequence[RunDir], *, grace: bool = True) -> Iterator[tuple[int,
         # A controller that is away takes 9 s to say so: what the supervisor journals is not to wait for that.
         over = [before for before in waiting if (is_due and before.answered) or read_status(before.run).is_over]
         for before, now in zip(over, views([before.run for before in over]), strict=True):
-            if now.is_over:
+            if now.is_over and now.status.token == before.status.token:
                 now = _settle(now)  # under the lock, for which another command may have been first
             if now.status.token != before.status.token:
                 waiting.remove(before)
