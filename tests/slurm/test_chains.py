@@ -29,8 +29,7 @@ def test_a_run_waits_through_a_requeue_and_another_job_of_the_run_before(
     cluster.command("scontrol", "update", f"JobId={before}", "Requeue=0")
     project.jobkit("preempt", first.run.name)
     first.wait_for_attempt(3)
-    assert first.ends[1].next == "successor"
-    assert first.status.job_id != before
+    assert first.status.job_id != before, "Slurm refuses the requeue, so another job follows"
     wait_until(lambda: f"afterany:{first.status.job_id}" in job_of_second(), "the other dependency", job_of_second)
     assert second.status.attempts == []
 
