@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 from jobkit import start
 from jobkit.run.rundir import RunDir
-from jobkit.supervisor.attempt import Tenure
 from jobkit.supervisor.placement import Placement
 from jobkit.supervisor.protocol import LOCAL
 from jobkit.supervisor.retry import Decision, Room
+from jobkit.supervisor.tenure import Tenure
 
 if TYPE_CHECKING:
     from jobkit.slurm.jobs import Job, StopCause

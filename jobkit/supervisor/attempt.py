@@ -9,115 +9,27 @@ begin lock, and the journal takes events from the holder of the lease alone: a p
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import time
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from dataclasses import replace
+from typing import Literal
 
-from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, InputError, JobkitError, LostLease, SchedulerError
-from jobkit.run import records
+from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, InputError
 from jobkit.run.journal import Journal
-from jobkit.run.records import Began, Cancelled, Lease, Refused, Requeued
+from jobkit.run.records import Began, Cancelled, Refused, Requeued
 from jobkit.run.rundir import RunDir
-from jobkit.run.schema import Config
 from jobkit.run.status import Attempt, Status
 from jobkit.supervisor import retry
 from jobkit.supervisor.closing import REQUESTS, end_attempt, facts_of_lost, facts_of_rescue, request_of
 from jobkit.supervisor.diagnosis import Facts
 from jobkit.supervisor.retry import Decision, Room
-
-if TYPE_CHECKING:
-    from jobkit.slurm.jobs import Job, StopCause
+from jobkit.supervisor.tenure import Me, NotRunnable, Tenure, way_back
 
 EXIT_RUN_FAILED = 3
 """Exit code of a supervisor whose run has failed: job.sh ends with 1, and starts no other supervisor."""
 
 _EXITS = {"finished": EXIT_FINISHED, "failed": EXIT_RUN_FAILED}
-
-
-class NotRunnable(JobkitError):
-    """This job begins nothing: another one runs the run, or it is over. `exit_code` is the supervisor's."""
-
-    def __init__(self, words: str, exit_code: int = EXIT_RESUMABLE) -> None:
-        super().__init__(words)
-        self.exit_code = exit_code
-
-
-def way_back(job: Job | None) -> Literal["requeue", "successor"]:
-    """Return how the run of a job gets into the queue again."""
-    return "successor" if job is not None and not job.requeueable else "requeue"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Me:
-    """The job for which a supervisor, or an agent that rescues, acts."""
-
-    job_id: str
-    token: str
-    """From the job's comment on Slurm, from JOBKIT_TOKEN on this machine."""
-    restart: int = 0
-    """SLURM_RESTART_COUNT."""
-    node: str | None = None
-    """Slurm's name of the node with the batch script."""
-    job: Job | None = None
-    """Slurm's record of the job, as fresh as possible; None for silence, and on this machine."""
-
-    def word(self) -> StopCause | None:
-        """Return Slurm's reason to stop the job, by its record."""
-        from jobkit.slurm import jobs
-
-        return None if self.job is None else jobs.stop_cause(self.job, _controller_time(), restarts=self.restart)
-
-    def is_requeued(self) -> bool:
-        """Return whether Slurm has put the job back into the queue: this start of it has nothing more to do."""
-        return self.job is not None and self.job.is_requeued(_controller_time(), self.restart)
-
-    def began(self, attempt: Attempt) -> bool:
-        """Return whether an attempt belongs to this start of this job."""
-        began = attempt.began
-        return (began.token, began.job_id, began.restart) == (self.token, self.job_id, self.restart)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tenure:
-    """The right to write: this process holds the lease until another one takes the run over."""
-
-    run: RunDir
-    config: Config
-    me: Me
-    journal: Journal
-    adopted: Attempt | None = None
-    """An open attempt of this same start of the job, whose agents may live: a supervisor before this one began it."""
-    decision: Decision | None = None
-    """The decision of a supervisor before this one after the last attempt (requeue, successor), which it may not have
-    carried out: look, do it, and leave. Nothing is to be begun then."""
-
-    @property
-    def writer(self) -> str:
-        """The word of the lease, for Contact.writer."""
-        return str(self.journal.writer)
-
-    def write_lease(self, attempt: int) -> None:
-        """Become, or stay, the one writer; ranks of `attempt` may publish, and of no other (0: of none)."""
-        lease = Lease(
-            attempt=attempt,
-            writer=self.writer,
-            token=self.me.token,
-            job_id=self.me.job_id,
-            restart=self.me.restart,
-            node=self.me.node,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-        )
-        records.write(self.run.lease_file, lease)
-
-    def check_lease(self) -> None:
-        """Raise LostLease if another process has the run now."""
-        lease = self.run.lease()
-        if lease is None or lease.writer != self.writer:
-            raise LostLease(f"{self.run.name}: another process has taken the run over")
 
 
 def take_over(run: RunDir, me: Me) -> Tenure:
@@ -267,16 +179,6 @@ def _take_lease(run: RunDir, me: Me, attempt: int) -> Tenure:
     tenure = Tenure(run=run, config=config, me=me, journal=Journal(run, secrets.token_hex(8)))
     tenure.write_lease(attempt)
     return tenure
-
-
-def _controller_time() -> float:
-    """Return the time by the controller's clock; by ours if Slurm does not answer."""
-    from jobkit.slurm import jobs
-
-    try:
-        return jobs.controller_time()
-    except SchedulerError:
-        return time.time()
 
 
 # A job that Slurm is ending

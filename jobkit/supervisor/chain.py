@@ -15,9 +15,9 @@ from jobkit.log import log
 from jobkit.run.chain import awaited, decide
 from jobkit.run.records import Cancelled, Event, Refused
 from jobkit.run.view import views
-from jobkit.supervisor.attempt import NotRunnable, Tenure, way_back
 from jobkit.supervisor.closing import request_of
 from jobkit.supervisor.retry import Decision
+from jobkit.supervisor.tenure import NotRunnable, Tenure, way_back
 
 LOOK_SECONDS = 1.0
 

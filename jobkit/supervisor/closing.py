@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import time
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
 
 from jobkit.errors import SchedulerError
 from jobkit.log import log
@@ -21,9 +20,7 @@ from jobkit.run.rundir import RunDir
 from jobkit.run.status import Attempt, fold
 from jobkit.supervisor.diagnosis import Facts, LostNode, Traces, Verdict, diagnose, last_words
 from jobkit.supervisor.retry import Decision, Room, decide
-
-if TYPE_CHECKING:
-    from jobkit.supervisor.attempt import Me, Tenure
+from jobkit.supervisor.tenure import Me, Tenure
 
 REQUESTS: dict[str, Cause] = {"cancel": "cancelled", "stop": "stopped", "preempt": "preempted"}
 """The wishes of commands; rather a cancel than a stop or a preemption."""

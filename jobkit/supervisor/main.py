@@ -17,8 +17,9 @@ from jobkit.run.journal import read_status
 from jobkit.run.rundir import RunDir
 from jobkit.supervisor import chain, notify
 from jobkit.supervisor.allocation import Allocation
-from jobkit.supervisor.attempt import Me, NotRunnable, take_over
+from jobkit.supervisor.attempt import take_over
 from jobkit.supervisor.loop import DISK_SECONDS, Supervisor, once_there_is_room
+from jobkit.supervisor.tenure import Me, NotRunnable
 
 
 def main(arguments: Sequence[str]) -> int:

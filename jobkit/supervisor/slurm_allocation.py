@@ -22,9 +22,9 @@ from jobkit.run.schema import Resources
 from jobkit.slurm import commands, jobs, nodes
 from jobkit.supervisor import requeue
 from jobkit.supervisor.allocation import MOST_TRIES, Allocation, LaunchFailure, Look, margin_of
-from jobkit.supervisor.attempt import Me, NotRunnable, Tenure, way_back
 from jobkit.supervisor.placement import Placement
 from jobkit.supervisor.retry import Decision, Room
+from jobkit.supervisor.tenure import Me, NotRunnable, Tenure, way_back
 
 AGENT_SECONDS = 120.0
 """How long srun may take to start agents; with a busy controller it waits for its step."""

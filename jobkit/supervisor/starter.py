@@ -13,10 +13,10 @@ from functools import partial
 from jobkit.log import log
 from jobkit.supervisor.agents import Agents
 from jobkit.supervisor.allocation import Allocation, Look
-from jobkit.supervisor.attempt import Tenure
 from jobkit.supervisor.diagnosis import LostNode
 from jobkit.supervisor.placement import Placement, nodes_to_use
 from jobkit.supervisor.protocol import LOCAL, RankPlace, Start
+from jobkit.supervisor.tenure import Tenure
 
 
 class CannotStart(Exception):

@@ -33,11 +33,11 @@ from jobkit.run.schema import Config, Resources
 from jobkit.run.slots import VARIABLE, Page
 from jobkit.run.view import UNDER_WAY, view
 from jobkit.supervisor import attempt
-from jobkit.supervisor.attempt import Me, Tenure
 from jobkit.supervisor.closing import REQUESTS, request_of
 from jobkit.supervisor.diagnosis import Facts
 from jobkit.supervisor.protocol import Exited
 from jobkit.supervisor.retry import Room
+from jobkit.supervisor.tenure import Me, Tenure
 from jobkit.usage import to_type
 from jobkit.worker.join import Joined, join, leave
 from jobkit.worker.launcher import Launch

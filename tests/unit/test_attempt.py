@@ -20,20 +20,11 @@ from jobkit.run.journal import Journal, events, read_status
 from jobkit.run.records import End, Ended, Excluded, Progress, Request, Submitted
 from jobkit.run.rundir import RunDir
 from jobkit.slurm.jobs import Job
-from jobkit.supervisor.attempt import (
-    EXIT_RUN_FAILED,
-    Me,
-    NotRunnable,
-    Tenure,
-    begin,
-    close,
-    pause,
-    rescue,
-    take_over,
-)
+from jobkit.supervisor.attempt import EXIT_RUN_FAILED, begin, close, pause, rescue, take_over
 from jobkit.supervisor.diagnosis import Facts, LostNode
 from jobkit.supervisor.protocol import Exited
 from jobkit.supervisor.retry import PAUSES, Room
+from jobkit.supervisor.tenure import Me, NotRunnable, Tenure
 
 HERE = Room(in_place=lambda without: True)
 QUEUE = Room(requeue="requeue")

@@ -13,10 +13,10 @@ from jobkit.run.journal import Journal
 from jobkit.run.rundir import RunDir
 from jobkit.run.schema import Config, Resources
 from jobkit.supervisor.agents import Agent, Lost, News
-from jobkit.supervisor.attempt import Me, Tenure
 from jobkit.supervisor.loop import Supervisor
 from jobkit.supervisor.protocol import Exited, Hello, NotStarted, Signalled, Silent
 from jobkit.supervisor.running import END_SECONDS, REPORT_SECONDS, STACKS_SECONDS, Pressure, Running
+from jobkit.supervisor.tenure import Me, Tenure
 
 NODES = {node: Agent(node, pid=1) for node in ("n1", "n2", "n3")}
 
