@@ -192,7 +192,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 def _new_points(run: RunDir, read: dict[str, int], *, is_finished: bool) -> list[Point]:
     """Return the points that no attempt logs again, by step; `read` has the bytes of event files that were read."""
-    from jobkit.worker import metrics
+    from jobkit.run import metrics
 
     if is_finished:
         sure = {file.name: file.stat().st_size for file in run.tensorboard.glob(metrics.PATTERN)}

@@ -14,11 +14,11 @@ import time
 from typing import Any
 
 from jobkit.cli.arguments import add_runs, chosen
+from jobkit.duration import format_seconds
 from jobkit.errors import EXIT_FINISHED
 from jobkit.run import records
 from jobkit.run.accounting import Account, accounts, goodput
 from jobkit.run.chain import waits_for
-from jobkit.run.duration import format_seconds
 from jobkit.run.files import json_text, read_json
 from jobkit.run.older import HINT
 from jobkit.run.records import Ended, Progress

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any
 
 from jobkit.cli.rows import FACTS, Row
-from jobkit.run.duration import format_seconds
+from jobkit.duration import format_seconds
 
 ABSENT = "-"
 GAP = "  "

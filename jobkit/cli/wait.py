@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from jobkit.cli.arguments import add_runs, chosen, worst
-from jobkit.run.duration import parse_seconds
+from jobkit.duration import parse_seconds
 from jobkit.run.journal import read_status
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import runs_dir_of, sweep_file, sweep_lock

@@ -17,9 +17,9 @@ from typing import Literal
 
 from markupsafe import Markup
 
+from jobkit.duration import format_seconds
 from jobkit.report.logged import Series, Stretch, stretches
 from jobkit.run.accounting import Account
-from jobkit.run.duration import format_seconds
 
 STRETCHES, COLUMNS, DOTTED = 200, 50, 40
 """Stretches a curve, places with a text on hover a chart, and the points up to which each gets a dot."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jobkit.run.duration import FORMS, parse_seconds
+from jobkit.duration import FORMS, parse_seconds
 
 AUTO = "auto"
 

@@ -11,8 +11,8 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jobkit.duration import parse_seconds
 from jobkit.errors import InputError
-from jobkit.run.duration import parse_seconds
 from jobkit.slurm.commands import EVEN_HIDDEN, config, fields, run
 from jobkit.slurm.jobs import parse_time
 

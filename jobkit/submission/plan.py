@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from jobkit.duration import format_seconds
 from jobkit.errors import InputError, SchedulerError, nearest
 from jobkit.log import log
-from jobkit.run.duration import format_seconds
 from jobkit.run.identity import run_name
 from jobkit.run.load import Loaded
 from jobkit.run.machine import with_counts

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from jobkit.run.duration import parse_seconds
+from jobkit.duration import parse_seconds
 from jobkit.run.slots import Beat, Phase
 
 LEAST_SECONDS = 300.0

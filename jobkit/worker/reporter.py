@@ -23,8 +23,8 @@ import torch
 from jobkit.errors import UsageError
 from jobkit.log import log
 from jobkit.mirror import Mirror, services
-from jobkit.worker import metrics
-from jobkit.worker.metrics import EventFile, Position
+from jobkit.run import metrics
+from jobkit.run.metrics import EventFile, Position
 from jobkit.worker.rank import Rank
 from jobkit.worker.repeats import Repeats
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jobkit.run.duration import parse_seconds
+from jobkit.duration import parse_seconds
 from jobkit.run.records import Ended
 from jobkit.run.schema import AUTO
 

@@ -18,8 +18,8 @@ from harness.journals import make_run, submitted
 from harness.runs import is_alive, wait_until
 
 from jobkit.cli.board import free_port, link
+from jobkit.run.metrics import EventFile, scalar
 from jobkit.run.rundir import RunDir
-from jobkit.worker.metrics import EventFile, scalar
 
 NAMES = ["digits-aaaaaaaa", "digits-bbbbbbbb", "toy-11f5f19c"]
 

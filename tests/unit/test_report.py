@@ -18,10 +18,10 @@ from jobkit.report import charts
 from jobkit.report.logged import Series, stretches
 from jobkit.report.page import page
 from jobkit.run.accounting import Account
+from jobkit.run.metrics import EventFile, image, scalar
 from jobkit.run.rundir import RunDir
 from jobkit.run.view import views
 from jobkit.run.yamlfile import dump
-from jobkit.worker.metrics import EventFile, image, scalar
 
 NAN, INFINITY = math.nan, math.inf
 HOSTILE = "\"'><script>alert(1)</script><img src=http://x onerror=alert(2)>&amp;</title></style></svg>{{ 7 * 7 }}"

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from jobkit.duration import format_seconds, parse_seconds
 from jobkit.errors import InputError
 from jobkit.run import schema
-from jobkit.run.duration import format_seconds, parse_seconds
 from jobkit.run.load import load
 from jobkit.run.schema import SECTIONS, BestConfig, Config, ContainerConfig, MlflowMirror, Resources
 from jobkit.run.strict import build
