@@ -250,7 +250,7 @@ class MirrorConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyConfig:
-    """Changes of the config for `jobkit verify` alone."""
+    """Changes of the config for `python -m jobkit verify` alone."""
 
     params: dict[str, Any] = field(default_factory=dict)
     """Merged over `params`, to bring late events forward: `{validate_every: 5, warmup: 3}`."""

@@ -354,7 +354,7 @@ class Context:
 
         The first call is at the step where the run stands, ctx.step, before the next one. Each later call saves and
         stops as ctx.steps does. `save(folder)` is called on all ranks where a checkpoint is written; another attempt
-        finds its files in ctx.checkpoint. `epoch`, from 0, tells `jobkit verify` where epochs end. `evaluates`: an
+        finds its files in ctx.checkpoint. `epoch`, from 0, tells `verify` where epochs end. `evaluates`: an
         evaluation is part of the next step; a stop within it, at another call with this `step`, goes back to here.
         Raises Stopped, and UsageError where steps go down, or go on beyond those of a verification.
         """

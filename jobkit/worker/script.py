@@ -60,7 +60,7 @@ def init(
         for x, y in ctx.batches(loader): ...
     ctx.finish({"loss": loss.item()})
 
-    `config` is a YAML as `jobkit submit` takes it, and needs no `task:`; without one `name` (the script's by default)
+    `config` is a YAML as the submission takes it, and needs no `task:`; without one `name` (the script's by default)
     and `params`, as vars(args), name the run. The same call continues the same run. With `seed=None` the script's own
     random numbers are left alone. In the `command:` of a YAML it is that run, and the other arguments do not count.
     Where the run has finished already, the script ends with 0; for wrong input, and where the ranks do not form one
