@@ -10,12 +10,13 @@ given now, from the same step. Tracked (worker/tracked.py) owns the one object.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
 
 from jobkit.log import log
 
@@ -146,6 +147,11 @@ def _rates_at_its_step(schedule: LRScheduler, *, is_changed: bool) -> list[Any] 
 
     The function of a LambdaLR may be another one now, which its state does not show.
     """
+    if isinstance(schedule, SequentialLR):  # the part in charge may be another one, where milestones have changed
+        number = bisect_right(schedule._milestones, schedule.last_epoch)
+        part = schedule._schedulers[number]
+        part.last_epoch = schedule.last_epoch - [0, *schedule._milestones][number]
+        return _rates_at_its_step(part, is_changed=is_changed)
     if type(schedule).get_lr is LambdaLR.get_lr:
         pairs = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)  # type: ignore[attr-defined]
         return [base * function(schedule.last_epoch) for base, function in pairs]

@@ -49,6 +49,13 @@ def trained(lr: float, make: Make, steps: int, **options: Any) -> tuple[torch.op
     return optimizer, schedule, given
 
 
+def warmed(warmup: int, steps: int) -> Make:
+    """Return torch's own warm-up and cosine: two schedules, one after the other."""
+    return lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=warmup), lr_scheduler.CosineAnnealingLR(o, steps)], [warmup]
+    )
+
+
 SCHEDULES: dict[str, tuple[Make, Make]] = {
     "step": (lambda o: lr_scheduler.StepLR(o, 3, 0.5),) * 2,
     "gamma": (lambda o: lr_scheduler.StepLR(o, 3, 0.5), lambda o: lr_scheduler.StepLR(o, 3, 0.9)),
@@ -62,6 +69,8 @@ SCHEDULES: dict[str, tuple[Make, Make]] = {
         ),
     )
     * 2,
+    "sequence from its end": (warmed(2, 3), warmed(3, 40)),
+    "sequence back in its warm-up": (warmed(2, 3), warmed(7, 40)),
 }
 
 
