@@ -21,6 +21,7 @@ from typing import Any
 
 from jobkit.errors import InputError, NoSuchRun
 from jobkit.run import records
+from jobkit.run.chain import predecessors
 from jobkit.run.files import foreign_owner, read_json, sync_folder
 from jobkit.run.identity import run_name
 from jobkit.run.journal import read_status
@@ -30,6 +31,7 @@ from jobkit.run.rundir import RunDir
 from jobkit.run.runs import find, versions
 from jobkit.run.yamlfile import read_yaml
 from jobkit.submission.plan import LaunchPlan
+from jobkit.usage import program
 
 OPTION = "--from"
 
@@ -83,6 +85,10 @@ class Fork:
             raise InputError("it is gone, and with it what the run began with", hint="--fresh").at(run.start_file)
         steps = self._steps()
         self._refuse_an_end(plan, steps[0])
+        awaited = {other.path for other in predecessors(run, plan.config.after)}
+        if self.step is None and self.parent.path in awaited and read_status(self.parent).state != "finished":
+            words = f"{self.parent.name} is not finished: its newest checkpoint of now, step {steps[0]}, is not its last"
+            raise InputError(words, key=OPTION, hint=f"`{program('wait')} {self.parent.name}` first, or name the step")
         folder = run.start_folder if self.weights_only else run.checkpoints
         for step in steps:  # the other run may delete its oldest while it trains on
             shutil.rmtree(folder, ignore_errors=True)  # of a submission that was killed before there was a job

@@ -86,12 +86,14 @@ def test_each_start_is_a_run_of_its_own(runs: Path) -> None:
         ("bare-11f5f19c", (), "jobkit.init"),
         ("lean-11f5f19c", (), "open_run"),
         (TOY, (), "nothing is left to train"),
+        ("under-11f5f19c", ("after=[under-11f5f19c]",), "is not its last"),
     ],
 )
 def test_a_start_that_cannot_be_is_refused(runs: Path, word: str, overrides: tuple[str, ...], says: str) -> None:
     bare, lean = make_run(runs, "bare-11f5f19c", submitted()), make_run(runs, "lean-11f5f19c", submitted())
     bare.config_file.write_text("name: bare\ncommand: [make]\n")
     lean.final.mkdir()
+    checkpoint(make_run(runs, "under-11f5f19c", submitted(), began()), 10)
     with pytest.raises(InputError) as caught:
         fork, plan = fork_of(runs, word, *overrides)
         fork.bring(plan)
