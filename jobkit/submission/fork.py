@@ -87,7 +87,7 @@ class Fork:
         self._refuse_an_end(plan, steps[0])
         awaited = {other.path for other in predecessors(run, plan.config.after)}
         if self.step is None and self.parent.path in awaited and read_status(self.parent).state != "finished":
-            words = f"{self.parent.name} is not finished: its newest checkpoint of now, step {steps[0]}, is not its last"
+            words = f"{self.parent.name} is not finished: step {steps[0]}, its newest of now, is not its last"
             raise InputError(words, key=OPTION, hint=f"`{program('wait')} {self.parent.name}` first, or name the step")
         folder = run.start_folder if self.weights_only else run.checkpoints
         for step in steps:  # the other run may delete its oldest while it trains on
