@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jobkit.errors import InputError, nearest
 from jobkit.run.chain import waits_for
+from jobkit.run.files import leaves
 from jobkit.run.journal import cached_status, read_status
 from jobkit.run.records import Progress
 from jobkit.run.rundir import RunDir
@@ -136,12 +137,3 @@ def check_keys(keys: Iterable[str], option: str, rows: Sequence[Row]) -> None:
             ends = [name for name in sorted(names) if name.rpartition(".")[2] == key]
             hint = f"did you mean {ends[0]!r}?" if ends else nearest(key, sorted(names))
             raise InputError(key=option, found=key, allowed=f"one of {', '.join(sorted(names)[:24])}", hint=hint)
-
-
-def leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted names and values of nested mappings."""
-    for name, item in value.items() if isinstance(value, dict) else ():
-        if isinstance(item, dict):  # not Mapping: of an ABC the question takes longer
-            yield from leaves(item, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", item
