@@ -27,9 +27,8 @@ from jobkit.run.accounting import accounts, goodput
 from jobkit.run.files import leaves
 from jobkit.run.schema import Config
 from jobkit.run.status import Attempt
-from jobkit.run.view import LOST, View
+from jobkit.run.view import View
 from jobkit.run.yamlfile import read_yaml
-from jobkit.usage import to_continue, to_type
 
 IMAGE_BYTES, IMAGES_BYTES = 1 << 20, 8 << 20
 """The most that an image, and all of them together, may add to the page."""
@@ -123,25 +122,11 @@ def page(views: Sequence[View], now: float) -> str:
         images_left_out=left_out,
         timeline=_timeline(runs),
         part_names=charts.PARTS,
-        next=_next(views),
         version=jobkit.__version__,
         now=moment(now),
         moment=moment,
         cause=cause,
     )
-
-
-def _next(views: Sequence[View]) -> list[str]:
-    """Return what to type next, a command a line."""
-    lines = []
-    for view in views:
-        if view.state in ("interrupted", "failed", "cancelled", LOST):
-            lines.append(to_continue(view.run.path, view.status.submitted))
-        elif not view.is_over:
-            lines.append(to_type("logs", view.run.path, "-f"))
-    if len(views) == 2:
-        lines.append(to_type("diff", views[1].run.path, views[0].run.name))
-    return [*lines, to_type("board", views[-1].run.path, *[view.run.name for view in views[:-1]])]
 
 
 def _curves(runs: Sequence[_Run]) -> dict[bool, list[dict[str, Any]]]:
