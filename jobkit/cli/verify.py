@@ -85,8 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         words = None if difference is None else {"kind": difference.kind, "name": difference.name}
         print(json.dumps({**vars(report), "difference": words}))
     else:
-        for line in report.lines:
-            print(line)
+        print("\n".join(report.lines))
         if report.missing:
             print(f"not exercised within {arguments.steps} steps: {', '.join(report.missing)}")
     return EXIT_FINISHED if report.equal else EXIT_FAILED
