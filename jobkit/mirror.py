@@ -18,13 +18,13 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
 from typing import Any
 
 from jobkit import start
-from jobkit.run.files import as_plain, read_json
+from jobkit.run.files import as_plain, leaves, read_json
 from jobkit.run.journal import events, read_status
 from jobkit.run.locks import Lock
 from jobkit.run.rundir import RunDir
@@ -180,14 +180,9 @@ def _connect(run: RunDir, service: str) -> WandbRun | MlflowRun:
     # After a rewind the old page's points are not the run's any more.
     rewound = sum(event.kind == "rewound" for event in events(run))
     values = read_yaml(run.config_file)[0]  # with `${oc.env:X}` unresolved: no secret leaves the machine
-    params = {"seed": values["seed"], **dict(_flat(values["params"]))}
+    params = {"seed": values["seed"], **dict(leaves(values["params"]))}
     make = WandbRun if service == "wandb" else MlflowRun
     return make(run, f"{run.name}-branch-{rewound + 1}" if rewound else run.name, params)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        yield from _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
 
 
 def _new_points(run: RunDir, read: dict[str, int], *, is_finished: bool) -> list[Point]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, InputError, JobkitError
-from jobkit.usage import Parser, enter_folder, exit_code, program, show_examples, to_continue, to_type
+from jobkit.usage import enter_folder, exit_code, program, show_examples, to_continue, to_type
 
 if TYPE_CHECKING:
     from jobkit.run.load import Loaded, Source
@@ -134,6 +134,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     manner, runs_dir, fork = manner_of(arguments), runs_dir_of(arguments.runs_dir), _fork_of(arguments)
     source = read_source(arguments.experiment, arguments.overrides)
+    for note in source.notes:
+        print(note, file=sys.stderr)
     if arguments.sweep or arguments.sweep_file or source.sweep is not None:
         from jobkit.run.sweep import points
 
@@ -142,8 +144,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.max_running:
         raise InputError("there is no sweep", key="--max-running", hint="see --sweep and --sweep-file")
     loaded = source.loaded()
-    for note in loaded.notes:
-        print(note, file=sys.stderr)
     _refuse_later_keys(loaded)
     loaded = chain.resolve(loaded, arguments.after, runs_dir)
     place = target(loaded.config, local=arguments.local, cluster=arguments.cluster)
@@ -248,10 +248,8 @@ def _preparation(manner: Manner, fork: Fork | None) -> Callable[[LaunchPlan], No
 
 
 def _refuse_later_keys(loaded: Loaded) -> None:
-    later = {"container": loaded.config.container}
-    for key, value in later.items():
-        if value:
-            raise loaded.locate(InputError("not yet in this edition of jobkit", key=key))
+    if loaded.config.container:
+        raise loaded.locate(InputError("not yet in this edition of jobkit", key="container"))
 
 
 def _sweep(
@@ -267,8 +265,6 @@ def _sweep(
         raise InputError(
             "a sweep is the set of its runs", key="--fresh", hint="--fresh with one point makes its run anew"
         )
-    for note in source.notes:
-        print(note, file=sys.stderr)
     runs_dir = runs_dir_of(arguments.runs_dir)
     loaded = [(" ".join(word for word, _ in point), source.loaded(point)) for point in points]
     config = loaded[0][1].config
@@ -335,15 +331,15 @@ def _announce(outcome: Outcome) -> None:
         if before.status.attempts:
             kept = f" from step {step}" if step is not None else ""  # a `command:` keeps its own state
             print(f"continuing {run.name} ({before.state}){kept}", file=sys.stderr)
-        job = f"job {outcome.job_id}" if outcome.process is None else f"process {outcome.process.pid}"
-        print(f"{job}\nrun directory {run.path}", flush=True)
-        print(f"{to_type('logs', run.path, '-f')}   shows its output", file=sys.stderr)
+        now = f"job {outcome.job_id}" if outcome.process is None else f"process {outcome.process.pid}"
     elif before.state == "finished":
         print(f"already finished: {run.path}")
         print("for a new run of the same config: the same command with --fresh", file=sys.stderr)
+        return
     else:
-        print(f"already {before.state}: {before.words}\nrun directory {run.path}")
-        print(f"{to_type('logs', run.path, '-f')}   shows its output", file=sys.stderr)
+        now = f"already {before.state}: {before.words}"
+    print(f"{now}\nrun directory {run.path}", flush=True)
+    print(f"{to_type('logs', run.path, '-f')}   shows its output", file=sys.stderr)
 
 
 def _print_json(outcome: Outcome) -> int:
@@ -362,18 +358,11 @@ def _print_json(outcome: Outcome) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse the command line and run it; an error of the user's becomes its message and exit code."""
+    """Run `jobkit submit`, under the exit code of an interrupted run for Ctrl-C."""
+    from jobkit.cli.main import run_verb
 
-    def command() -> int:
-        parser = Parser(prog=program("submit"))
-        add_arguments(parser)
-        arguments = parser.parse(sys.argv[1:] if argv is None else argv)
-        from jobkit.log import configure
-
-        configure()
-        return run(arguments)
-
-    return exit_code(command, interrupted=EXIT_RESUMABLE)
+    words = sys.argv[1:] if argv is None else argv
+    return exit_code(lambda: run_verb(["submit", *words]), interrupted=EXIT_RESUMABLE)
 
 
 if __name__ == "__main__":

@@ -31,9 +31,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 sys.argv[0] = "jobkit"  # usage lines name the command as it was typed
 
-from jobkit import errors, usage  # noqa: E402
+from jobkit import (  # noqa: E402
+    duration,
+    errors,
+    usage,
+)
 from jobkit.cli.main import VERBS  # noqa: E402
-from jobkit.run import duration, records, schema, status  # noqa: E402
+from jobkit.run import records, schema, status  # noqa: E402
 from jobkit.submission import options  # noqa: E402
 
 WORDS = {str: "a text", int: "a whole number", bool: "true or false", float: "a number", types.NoneType: "null"}

@@ -114,11 +114,8 @@ def _settle(now: View, *, is_unheard: bool = False) -> View:
     """
     with now.run.submit_lock():
         journal = Journal(now.run)
-        is_same = journal.status.token == now.status.token
-        is_lost = now.state == LOST and not journal.status.is_over
-        if is_same and (
-            is_lost or journal.status.state == "interrupted" or (is_unheard and not journal.status.is_over)
-        ):
+        is_gone = (now.state == LOST or is_unheard) and not journal.status.is_over
+        if journal.status.token == now.status.token and (is_gone or journal.status.state == "interrupted"):
             journal.append(Cancelled(user=user_name(), reason=f"cancelled by {user_name()}"))
         return View(now.run, journal.status, None, answered=True)
 

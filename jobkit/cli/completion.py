@@ -47,9 +47,7 @@ _RUN = re.compile(r"[AB]|(.*\|)?RUN(\[.*)?")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=list(SCRIPTS), help="the shell that completes")
-    parser.add_argument(
-        "--words", nargs="+", help=argparse.SUPPRESS
-    )  # behind =, so that none is an option of this verb
+    parser.add_argument("--words", nargs="+", help=argparse.SUPPRESS)  # each behind =, so that none is an option here
     show_examples(parser, {"bash": 'the script; a line for ~/.bashrc: eval "$(jobkit completion bash)"'})
 
 

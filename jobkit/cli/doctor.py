@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 SHORT_SECONDS = 60
 """A shorter grace may not be enough for a big model's checkpoint."""
 
-
 COMMENT = "jobkit:doctor:1:000000"
 
 
@@ -112,9 +111,8 @@ def _machine() -> Iterator[Check]:
 
     kind, devices = visible_devices("auto")
     addresses = ", ".join(own_addresses(2))
-    yield Check(
-        "ok", f"{len(devices or ())} {kind} device(s), {len(os.sched_getaffinity(0))} core(s), {addresses} here"
-    )
+    cores = len(os.sched_getaffinity(0))
+    yield Check("ok", f"{len(devices or ())} {kind} device(s), {cores} core(s), {addresses} here")
 
 
 # The cluster
@@ -193,16 +191,7 @@ def _network(runs_dir: Path, cluster: str | None, nodes: int) -> Iterator[Check]
         f'resources: {{nodes: {nodes}, tasks_per_node: auto, time: "00:15:00"}}\n'
     )
     target = ["--local"] if cluster is None else ["--cluster", cluster, "--follow"]
-    command = [
-        sys.executable,
-        "-m",
-        "jobkit.submit",
-        yaml.name,
-        "--fresh",
-        "--runs-dir",
-        str(runs_dir.absolute()),
-        *target,
-    ]
+    command = [sys.executable, "-m", "jobkit.submit", yaml.name, "--fresh", "--runs-dir", str(runs_dir), *target]
     code = subprocess.run(command, cwd=folder, stdout=subprocess.DEVNULL).returncode
     run = max(runs_dir.glob("network-probe-*"), key=lambda path: path.stat().st_mtime, default=None)
     result = None if run is None else read_status(RunDir(run)).result
@@ -213,8 +202,6 @@ def _network(runs_dir: Path, cluster: str | None, nodes: int) -> Iterator[Check]
         words = f"{row['bytes'] >> 10} KiB over {result['ranks']} ranks: {row['seconds'] * 1e3:.2f} ms"
         yield Check("ok", f"{words}, {row['bus'] / 1e9:.2f} GB/s a rank ({result['backend']})")
     for name, value in result["nodes"].items():
-        words = f"node {name}: {value / 1e9:.2f} GB/s to a neighbour"
-        if name in result["slow"]:
-            yield Check("warning", f"{words}, slower than the others", f"try again with exclude={name.split()[0]}")
-        else:
-            yield Check("ok", words)
+        words, is_slow = f"node {name}: {value / 1e9:.2f} GB/s to a neighbour", name in result["slow"]
+        advice = f"slower than the others; try again with exclude={name.split()[0]}" if is_slow else ""
+        yield Check("warning" if is_slow else "ok", words, advice)

@@ -35,10 +35,11 @@ VERBS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: _run(words))
+    return exit_code(lambda: run_verb(words))
 
 
-def _run(words: list[str]) -> int:
+def run_verb(words: Sequence[str]) -> int:
+    """Run the verb that is the first word. Raises the errors that `exit_code` shows."""
     verb = words[0] if words else "--help"
     if verb in ("-h", "--help"):
         print(_help())

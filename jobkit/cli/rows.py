@@ -1,24 +1,31 @@
-"""Rows of `jobkit list`: what a run has under each name, for columns, conditions and sorting.
+"""Rows of `jobkit list`: what a run has under each name; `--where` conditions on these values, and `--sort`.
 
     status.json (one read a run) --read_rows--> Row.values["params.lr"], ["state"], ["train/loss"]
+    parse("params.lr>=0.03").is_met_by(0.1)     # True
 
 Only runs that have not finished cost more: their progress.json, and one question to Slurm for all of them.
 """
 
 from __future__ import annotations
 
+import json
+import operator
+import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from jobkit.errors import InputError, nearest
 from jobkit.run.chain import waits_for
+from jobkit.run.files import leaves
 from jobkit.run.journal import cached_status, read_status
 from jobkit.run.records import Progress
 from jobkit.run.rundir import RunDir
 from jobkit.run.view import UNDER_WAY, View, look
+
+T = TypeVar("T")
 
 # fmt: off
 FACTS = ("run", "state", "step", "total_steps", "eta", "waits", "attempts", "checkpoint", "age", "where", "job", "seed",
@@ -70,7 +77,8 @@ def read_rows(runs: Iterable[RunDir]) -> list[Row]:
         if view is not None and view.status.state not in UNDER_WAY:  # it ended since
             status, view = view.status.as_dict(), None
         progress = run.progress() if status.get("state") != "finished" else None
-        logged = progress.values if progress is not None else {}
+        # After a rewind, what was logged is of a step that is set aside.
+        logged = progress.values if progress is not None and status.get("rewound") is None else {}
         facts = _facts(run, status, view, progress, now)
         facts["waits"] = _waits(view) or waiting.get(run.folder)
         params, results = dict(leaves(facts["params"], "params.")), dict(leaves(facts["result"], ""))
@@ -138,10 +146,59 @@ def check_keys(keys: Iterable[str], option: str, rows: Sequence[Row]) -> None:
             raise InputError(key=option, found=key, allowed=f"one of {', '.join(sorted(names)[:24])}", hint=hint)
 
 
-def leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted names and values of nested mappings."""
-    for name, item in value.items() if isinstance(value, dict) else ():
-        if isinstance(item, dict):  # not Mapping: of an ABC the question takes longer
-            yield from leaves(item, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", item
+# Conditions and order
+
+FORM = "KEY OP VALUE with one of = != <= >= < > ~ (a regular expression), as in 'params.lr>=0.03'"
+
+_CONDITION = re.compile(r"\s*([^\s=!<>~]+)\s*(=|!=|<=|>=|<|>|~)\s*((?![=<>]).+?)\s*", re.DOTALL)
+_ORDERS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One condition on a run."""
+
+    key: str
+    operator: str
+    text: str
+    """The value as it was typed."""
+
+    def is_met_by(self, value: Any) -> bool:
+        """Return whether a value meets it; None meets `=null` alone, and no text is above or below a number."""
+        if self.operator == "~":
+            return value is not None and re.search(self.text, str(value)) is not None
+        try:
+            wanted = json.loads(self.text)
+        except ValueError:  # a text without quotes
+            wanted = self.text
+        is_equal = value == wanted or (value is not None and str(value) == self.text)
+        if self.operator == "=":
+            return is_equal
+        if self.operator == "!=":
+            return not is_equal and value is not None
+        try:
+            return bool(_ORDERS[self.operator](value, wanted))
+        except TypeError:
+            return False
+
+
+def parse(text: str) -> Condition:
+    """Return the condition of a text. Raises InputError."""
+    match = _CONDITION.fullmatch(text)
+    try:
+        if match is None or (match[2] == "~" and not re.compile(match[3])):
+            raise ValueError
+    except (ValueError, re.error) as error:
+        raise InputError(str(error), key="--where", found=text, allowed=FORM) from None
+    return Condition(match[1], match[2], match[3])
+
+
+def ordered(items: Iterable[T], value_of: Callable[[T], Any], *, largest_first: bool) -> list[T]:
+    """Return items by a value, numbers before texts; those without one come last in both directions."""
+
+    def rank(item: T) -> tuple[bool, Any]:
+        value = value_of(item)
+        return (False, value) if isinstance(value, (int, float)) else (True, str(value))
+
+    with_value = [item for item in items if value_of(item) is not None]
+    return sorted(with_value, key=rank, reverse=largest_first) + [item for item in items if value_of(item) is None]

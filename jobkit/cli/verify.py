@@ -9,11 +9,12 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, InputError
+from jobkit.run.files import leaves
 from jobkit.run.journal import read_status
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import find, runs_dir_of
@@ -82,17 +83,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         difference = report.difference
         words = None if difference is None else {"kind": difference.kind, "name": difference.name}
-        print(json.dumps({**_plain(report), "difference": words}))
+        print(json.dumps({**vars(report), "difference": words}))
     else:
-        for line in report.lines:
-            print(line)
+        print("\n".join(report.lines))
         if report.missing:
             print(f"not exercised within {arguments.steps} steps: {', '.join(report.missing)}")
     return EXIT_FINISHED if report.equal else EXIT_FAILED
-
-
-def _plain(report: Any) -> dict[str, Any]:
-    return {key: value for key, value in vars(report).items() if key != "difference"}
 
 
 def shortened(file: Path, overrides: Sequence[str]) -> Loaded:
@@ -100,16 +96,8 @@ def shortened(file: Path, overrides: Sequence[str]) -> Loaded:
     from jobkit.run.load import load
 
     loaded = load(file, overrides)
-    return load(file, [*_typed("params", loaded.config.verify.params), *overrides])
-
-
-def _typed(key: str, value: Any) -> Iterator[str]:
-    """Yield values as a command line has them."""
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _typed(f"{key}.{name}", inner)
-    else:
-        yield f"{key}={json.dumps(value)}"
+    changed = [f"{key}={json.dumps(value)}" for key, value in leaves(loaded.config.verify.params, "params.")]
+    return load(file, [*changed, *overrides])
 
 
 def _run_and_step(word: str, runs_dir: Path, steps: int) -> tuple[RunDir, int]:
@@ -123,8 +111,7 @@ def _run_and_step(word: str, runs_dir: Path, steps: int) -> tuple[RunDir, int]:
     total = progress.total_steps if progress is not None else None
     if status.state == "finished":  # ctx.epochs knows no number of steps before
         total = max((attempt.ended.last_step or 0 for attempt in status.attempts if attempt.ended), default=total)
-    present = sorted(int(path.name.removeprefix("step_")) for path in run.checkpoints.glob("step_*"))
-    usable = [step for step in present if total is None or step + MIN_STEPS <= total]
+    usable = [step for step in run.durable_steps() if total is None or step + MIN_STEPS <= total]
     if text and (not text.isdigit() or int(text) not in usable):
         words = ", ".join(map(str, usable)) or "none; without @STEP it begins at step 0"
         raise InputError(
@@ -137,5 +124,4 @@ def _run_and_step(word: str, runs_dir: Path, steps: int) -> tuple[RunDir, int]:
 
 def _copy_checkpoint(source: RunDir, step: int, run: RunDir) -> None:
     if step:
-        name = f"step_{step:08d}"
-        shutil.copytree(source.checkpoints / name, run.checkpoints / name)
+        shutil.copytree(source.checkpoint(step), run.checkpoint(step))

@@ -1,4 +1,4 @@
-"""Pictures of a page: static SVG, all by `chart`. Colours are classes of page.css; `<title>` is the text on hover.
+"""Pictures of a page: static SVG, all by `chart`. Colours are classes of page.css; a bar has a text on hover.
 
 curves(series) ──┐
                  ├─> marks, axes ─> chart ─> <svg>
@@ -18,11 +18,11 @@ from typing import Literal
 from markupsafe import Markup
 
 from jobkit.duration import format_seconds
-from jobkit.report.logged import Series, Stretch, stretches
+from jobkit.report.logged import Series, stretches
 from jobkit.run.accounting import Account
 
-STRETCHES, COLUMNS, DOTTED = 200, 50, 40
-"""Stretches a curve, places with a text on hover a chart, and the points up to which each gets a dot."""
+STRETCHES, DOTTED = 200, 40
+"""Stretches a curve, and the points up to which each gets a dot."""
 
 LOG_FROM = 10.0
 """The axis is logarithmic where values are positive, and the highest is this many times their median."""
@@ -104,19 +104,19 @@ def colour(number: int) -> str:
     return f"c{number % COLOURS}" + ("", " dashed", " dotted")[number // COLOURS % 3]
 
 
-def curves(tag: str, series: Sequence[tuple[str, int, Series]]) -> Markup:
-    """Return the chart of a tag; `series` has the label of each run, the number of its colour, and its points.
+def curves(tag: str, series: Sequence[tuple[int, Series]]) -> Markup:
+    """Return the chart of a tag; `series` has the number of each run's colour, and its points.
 
     A curve of many points shows the mean of each stretch, and faintly its range. A cross stands for a value that is
     not finite.
     """
-    pieces = [stretches(points, STRETCHES) for *_, points in series]
+    pieces = [stretches(points, STRETCHES) for _, points in series]
     every = [item for each in pieces for piece in each for item in piece]
     few = len(series) <= COLOURS
-    x = _axis([step for *_, points in series for step in points.steps], is_step=True)
+    x = _axis([step for _, points in series for step in points.steps], is_step=True)
     y = _axis([value for item in every for value in ((item.low, item.high) if few else (item.mean,))])
     bands, lines = [], []
-    for (_, number, points), each in zip(series, pieces, strict=True):
+    for (number, points), each in zip(series, pieces, strict=True):
         style, is_dotted = colour(number), few and len(points.steps) <= DOTTED
         for piece in each:
             middles = [((item.first + item.last) / 2, item) for item in piece]
@@ -126,24 +126,7 @@ def curves(tag: str, series: Sequence[tuple[str, int, Series]]) -> Markup:
             line = [(at, item.mean) for at, item in middles]
             lines += [Mark("line", style, line), Mark("dots", style, line if is_dotted or len(line) == 1 else [])]
         lines.append(Mark("cross", style, [(step, y.low) for step in points.not_finite[:STRETCHES]]))
-    whole = [[item for piece in each for item in piece] for each in pieces]
-    hover = _on_hover([(label, items) for (label, *_), items in zip(series, whole, strict=True)], x, y)
-    return chart(tag, [*bands, *lines, *hover], x, y, (480, 220))
-
-
-def _on_hover(series: Sequence[tuple[str, list[Stretch]]], x: Axis, y: Axis) -> Iterable[Mark]:
-    """Yield upright bars, whose texts say the values of each curve there."""
-    places = sorted({item.first for _, items in series for item in items})
-    places = places[:: math.ceil(len(places) / COLUMNS) or 1]
-    for before, here, after in zip([x.low, *places], places, [*places[1:], x.high], strict=False):
-        lines = [f"step {here:,}"]
-        for label, items in series:
-            at = bisect([item.first for item in items], here) - 1
-            if at >= 0:
-                item, several = items[at], f"{label}: " if len(series) > 1 else ""
-                spread = f" ({number(item.low)} to {number(item.high)})" if item.low < item.high else ""
-                lines.append(f"{several}{number(item.mean)}{spread}")
-        yield Mark("bar", "hover", [((before + here) / 2, y.low), ((here + after) / 2, y.high)], "\n".join(lines))
+    return chart(tag, [*bands, *lines], x, y, (480, 220))
 
 
 def number(value: float, digits: int = 4) -> str:

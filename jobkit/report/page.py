@@ -3,17 +3,17 @@
     views ──┬─ journal, config, logs ─┐
             └─ logged.py ─ charts.py ─┴─> page.html (Jinja escapes), page.css ─> text of the file
 
-`jobkit report` calls `page`. Nothing is written here, and no value of the environment is read: `${oc.env:X}` stays.
+`jobkit report` calls `page`. Nothing is written here, and no value of the environment is read: `${oc.env:}` stays.
 """
 
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import json
-import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +22,21 @@ from markupsafe import Markup
 
 import jobkit
 from jobkit.report import charts
-from jobkit.report.logged import Logged, read_logged
+from jobkit.report.logged import read_logged
 from jobkit.run.accounting import accounts, goodput
+from jobkit.run.files import leaves
 from jobkit.run.schema import Config
 from jobkit.run.status import Attempt
-from jobkit.run.view import LOST, View
+from jobkit.run.view import View
 from jobkit.run.yamlfile import read_yaml
-from jobkit.usage import to_continue, to_type
 
 IMAGE_BYTES, IMAGES_BYTES = 1 << 20, 8 << 20
 """The most that an image, and all of them together, may add to the page."""
-
-LOG_LINES, LOG_BYTES = 30, 1 << 16
-"""What is shown of the output of the rank that failed, and how much of its file is read for that."""
 
 LABEL_LENGTH = 40
 """A run is called by the values that it differs in, as long as they are this short; else by its name."""
 
 _MIME = {b"\x89PNG": "image/png", b"GIF8": "image/gif", b"\xff\xd8\xff": "image/jpeg"}
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f]")
 
 
 class _Run:
@@ -48,15 +44,16 @@ class _Run:
 
     def __init__(self, view: View, number: int, now: float) -> None:
         self.view, self.status, self.name = view, view.status, view.run.name
-        self.style = charts.colour(number)
-        self.number, self.label = number, self.name
-        self.progress = view.run.progress()
-        self.logged: Logged = read_logged(view.run.tensorboard)
+        self.number, self.style, self.label = number, charts.colour(number), self.name
+        self.progress, self.logged = view.run.progress(), read_logged(view.run.tensorboard)
         self.spent = accounts(self.status, self.progress, None if view.is_over else now)
         self.goodput = goodput(self.spent)
         submitted = self.status.submitted
-        self.config = {**flat(read_yaml(view.run.config_file)[0]), "code": submitted.code if submitted else None}
-        self.result = flat(self.status.result or {})
+        self.config = {
+            **dict(leaves(read_yaml(view.run.config_file)[0])),
+            "code": submitted.code if submitted else None,
+        }
+        self.result = dict(leaves(self.status.result))
         steps = [account.last_step for account in self.spent if account.last_step is not None]
         self.step = max(steps, default=None)
         self.failures = self._failures()
@@ -84,15 +81,8 @@ class _Run:
         for attempt in self.status.attempts:
             if attempt.ended is not None and attempt.ended.error:
                 groups.setdefault((attempt.ended.error, attempt.ended.traceback), []).append(attempt)
-        failures = []
-        for attempts in sorted(groups.values(), key=lambda group: -group[-1].number):
-            number, ended = attempts[-1].number, attempts[-1].ended
-            assert ended is not None
-            logs = [self.view.run.rank_log(number, ended.rank or 0, stream) for stream in ("err", "out")]
-            output = {file.name: lines for file in logs if (lines := last_lines(file))}
-            numbers = [attempt.number for attempt in attempts]
-            failures.append({"numbers": numbers, "ended": ended, "output": output, "attempt": number})
-        return failures
+        newest_first = sorted(groups.values(), key=lambda group: -group[-1].number)
+        return [{"numbers": [attempt.number for attempt in group], "ended": group[-1].ended} for group in newest_first]
 
 
 def page(views: Sequence[View], now: float) -> str:
@@ -102,7 +92,7 @@ def page(views: Sequence[View], now: float) -> str:
     if len(runs) > 1:
         first = [key for key in keys if len({_text(run.config.get(key)) for run in runs}) > 1]
     else:  # what is not as jobkit has it by itself
-        usual = flat(vars(Config(name="")))
+        usual = dict(leaves(dataclasses.asdict(Config(name=""))))
         first = [key for key in keys if key.startswith("params.") or runs[0].config[key] != usual.get(key, usual)]
     labels = [" ".join(f"{key.rpartition('.')[2]}={_text(run.config.get(key))}" for key in first) for run in runs]
     if len(runs) > 1 and len(set(labels)) == len(runs) and all(0 < len(label) <= LABEL_LENGTH for label in labels):
@@ -132,7 +122,6 @@ def page(views: Sequence[View], now: float) -> str:
         images_left_out=left_out,
         timeline=_timeline(runs),
         part_names=charts.PARTS,
-        next=_next(views),
         version=jobkit.__version__,
         now=moment(now),
         moment=moment,
@@ -140,25 +129,12 @@ def page(views: Sequence[View], now: float) -> str:
     )
 
 
-def _next(views: Sequence[View]) -> list[str]:
-    """Return what to type next, a command a line."""
-    lines = []
-    for view in views:
-        if view.state in ("interrupted", "failed", "cancelled", LOST):
-            lines.append(to_continue(view.run.path, view.status.submitted))
-        elif not view.is_over:
-            lines.append(to_type("logs", view.run.path, "-f"))
-    if len(views) == 2:
-        lines.append(to_type("diff", views[1].run.path, views[0].run.name))
-    return [*lines, to_type("board", views[-1].run.path, *[view.run.name for view in views[:-1]])]
-
-
 def _curves(runs: Sequence[_Run]) -> dict[bool, list[dict[str, Any]]]:
     """Return the charts of all tags, by whether they are jobkit's own measurements."""
     groups: dict[bool, list[dict[str, Any]]] = {}
     for tag in dict.fromkeys(tag for run in runs for tag in run.logged.scalars):
         having = [run for run in runs if tag in run.logged.scalars]
-        svg = charts.curves(tag, [(run.label, run.number, run.logged.scalars[tag]) for run in having])
+        svg = charts.curves(tag, [(run.number, run.logged.scalars[tag]) for run in having])
         groups.setdefault(tag.startswith("perf/"), []).append({"tag": tag, "svg": svg, "runs": having})
     return groups
 
@@ -184,16 +160,6 @@ def _images(runs: Sequence[_Run]) -> tuple[list[dict[str, Any]], list[str]]:
     return images, left_out
 
 
-def flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Return the leaves of a config by dotted keys; an empty mapping is a leaf."""
-    leaves: dict[str, Any] = {}
-    for key, value in values.items():
-        value = vars(value) if hasattr(value, "__dataclass_fields__") else value
-        inner = flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {}
-        leaves |= inner or {f"{above}{key}": value}
-    return leaves
-
-
 def _text(value: Any) -> str:
     """Return a value of a config or a result as a person reads it."""
     if isinstance(value, float):
@@ -203,17 +169,6 @@ def _text(value: Any) -> str:
 
 def cause(attempt: Attempt) -> str:
     return attempt.ended.cause.replace("_", " ") if attempt.ended is not None else "its end is not recorded"
-
-
-def last_lines(file: Path) -> list[str]:
-    """Return the last lines of a log, without colours and other control characters."""
-    try:
-        with file.open("rb") as stream:
-            stream.seek(max(0, file.stat().st_size - LOG_BYTES))
-            text = stream.read().decode(errors="replace")
-    except FileNotFoundError:
-        return []
-    return [_CONTROL.sub("", line.rpartition("\r")[2]) for line in text.split("\n")][-LOG_LINES:]
 
 
 def moment(at: float) -> str:

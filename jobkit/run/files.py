@@ -11,7 +11,7 @@ import os
 import pwd
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,15 @@ def as_plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return as_plain(value.tolist())
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted names and values of nested mappings: `params.lr`, 0.1; nothing for any other value."""
+    for name, item in values.items() if isinstance(values, dict) else ():
+        if isinstance(item, dict):  # not Mapping: of an ABC the question takes longer
+            yield from leaves(item, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", item
 
 
 def sync_folder(folder: Path) -> None:

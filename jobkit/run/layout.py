@@ -9,6 +9,7 @@ meshes from the Layout (train/spread.py).
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
 
 from jobkit.errors import InputError
@@ -76,53 +77,46 @@ def check(config: Config, world_size: int, ranks_per_node: int) -> Layout:
     layout = factor(config, world_size, ranks_per_node)
     is_ddp = parallel.data in ("ddp", "zero1") and layout.tensor == 1
     is_plain = parallel.data == "ddp" and layout.tensor == 1 and layout.pipeline == 1
-    for key, found, is_wrong, words in (
-        ("parallel.shards", parallel.shards, parallel.shards != AUTO and parallel.data != "hsdp", "is for data: hsdp"),
+    for key, is_wrong, words in (
+        ("parallel.shards", parallel.shards != AUTO and parallel.data != "hsdp", "is for data: hsdp"),
         (
             "parallel.microbatches",
-            parallel.microbatches,
             parallel.microbatches != AUTO and parallel.pipeline == 1,
             "is for a pipeline; ctx.backward(..., micro_batch_size=...) accumulates gradients",
         ),
         (
             "parallel.offload",
-            parallel.offload,
             parallel.offload and (parallel.data not in SHARDED or layout.tensor > 1 or layout.pipeline > 1),
             f"is for data: {', '.join(SHARDED)}, without tensor and pipeline",
         ),
         (
             "parallel.data",
-            parallel.data,
             parallel.data == "zero1" and layout.tensor > 1,
             "does not go with tensor: ZeroRedundancyOptimizer takes no DTensors; use zero2 or ddp",
         ),
         (
             "parallel.tensor",
-            parallel.tensor,
             layout.tensor > ranks_per_node,
             f"spans nodes of {ranks_per_node} rank(s): every layer would wait for the network",
         ),
-        ("comm.hook", comm.hook, comm.hook != "none" and not is_ddp, "compresses DDP's gradients: use ddp or zero1"),
+        ("comm.hook", comm.hook != "none" and not is_ddp, "compresses DDP's gradients: use ddp or zero1"),
         (
             "comm.hook",
-            comm.hook,
             comm.hook == "bf16" and config.resources.devices_per_rank == 0,
             "needs a GPU: gloo cannot add bfloat16; use fp16 or powersgd",
         ),
         (
             "comm.hook",
-            comm.hook,
             comm.hook == "powersgd" and (layout.pipeline > 1 or config.precision == "fp16"),
             "keeps what it has not sent: neither a pipeline nor an overflow of fp16 may disturb that; use hook: fp16",
         ),
-        ("comm.local_sgd", comm.local_sgd, comm.local_sgd > 1 and not is_plain, "is for ddp alone"),
+        ("comm.local_sgd", comm.local_sgd > 1 and not is_plain, "is for ddp alone"),
         (
             "comm.local_sgd",
-            comm.local_sgd,
             comm.local_sgd > 1 and comm.hook != "none",
             "exchanges no gradients: leave comm.hook out",
         ),
     ):
         if is_wrong:
-            raise InputError(words, key=key, found=found)
+            raise InputError(words, key=key, found=operator.attrgetter(key)(config))
     return layout

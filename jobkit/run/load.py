@@ -40,8 +40,6 @@ class Loaded:
     places: Places
     notes: list[str]
     """Lines for the user."""
-    sweep: Any
-    """The value under `sweep:`, unchecked; None without such a key."""
     expressions: dict[KeyPath, tuple[str, Any]]
     """The values that config.yaml holds as an expression: the expression, and its present value."""
 
@@ -96,7 +94,7 @@ class Source:
             config = _config(resolved)
         clusters = {name: _options_of(name, entry, typed) for name, entry in config.clusters.items()}
         config = dataclasses.replace(config, clusters=clusters)
-        return Loaded(config=config, places=places, notes=self.notes, sweep=self.sweep, expressions=expressions)
+        return Loaded(config=config, places=places, notes=self.notes, expressions=expressions)
 
 
 def load(path: Path, overrides: Sequence[str] = (), program: Sequence[str] = ()) -> Loaded:

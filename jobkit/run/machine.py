@@ -118,16 +118,10 @@ def idle_devices(config: Config, ranks: int, environ: Mapping[str, str] = os.env
     Without the variable a run of one rank on a machine with eight devices is nothing special.
     """
     name, devices = visible_devices(config.device, environ)
-    kind, used = KINDS.get(name), ranks * config.resources.devices_per_rank
-    if (
-        kind is None
-        or kind.visible is None
-        or kind.visible not in environ
-        or not devices
-        or not 0 < used < len(devices)
-    ):
+    variable, used = KINDS[name].visible, ranks * config.resources.devices_per_rank
+    if variable is None or variable not in environ or not devices or not 0 < used < len(devices):
         return None
-    return f"{kind.visible}={environ[kind.visible]} has {len(devices)} devices, and the ranks here use {used}"
+    return f"{variable}={environ[variable]} has {len(devices)} devices, and the ranks here use {used}"
 
 
 def _refuse_unknown(config: Config) -> None:

@@ -153,11 +153,8 @@ def _of_job(job_id: str, runs_dir: Path) -> list[str]:
     """The runs that had a job of this id, else the runs whose job in the queue has it. Clusters repeat ids."""
     from jobkit.run.view import UNDER_WAY, look
 
-    def is_meant(name: str | None) -> bool:
-        return name is not None and job_id in (
-            name,
-            name.partition("_")[0],
-        )  # the id of an array means all of its tasks
+    def is_meant(name: str | None) -> bool:  # the id of an array means all of its tasks
+        return name is not None and job_id in (name, name.partition("_")[0])
 
     read = [(run, read_status(run)) for run in runs_in(runs_dir)]
     had = [run.name for run, status in read if any(is_meant(attempt.began.job_id) for attempt in status.attempts)]

@@ -72,16 +72,9 @@ def read_trace(run: RunDir) -> Trace:
     trace: dict[int, list[Place]] = {}
     for folder in sorted(run.trace_folder.iterdir(), key=lambda folder: int(folder.name)):
         for file in folder.glob("*.jsonl"):
-            rank = int(file.stem)
-            places = trace.setdefault(rank, [])
-            places += (_place(line, rank, int(folder.name)) for line in _whole_lines(file.read_text("utf-8")))
+            rank, lines = int(file.stem), file.read_text("utf-8").split("\n")[:-1]
+            trace.setdefault(rank, []).extend(_place(json.loads(line), rank, int(folder.name)) for line in lines)
     return trace
-
-
-def _whole_lines(text: str) -> Iterator[dict[str, Any]]:
-    for line in text.splitlines(keepends=True):
-        if line.endswith("\n"):
-            yield json.loads(line)
 
 
 def _place(line: dict[str, Any], rank: int, attempt: int) -> Place:

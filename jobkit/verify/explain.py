@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from jobkit.run.records import Interruption, InterruptionKind
-from jobkit.verify.compare import Difference, Trace
+from jobkit.verify.compare import Difference, Kind, Trace
 
 WORDS: dict[InterruptionKind, str] = {
     "stop": "stop after {}",
@@ -22,51 +22,50 @@ def interruption_words(item: Interruption) -> str:
     return WORDS[item.kind].format(item.at)
 
 
+WORDS_OF: dict[Kind, tuple[str, str]] = {
+    "restored state": (
+        "restored {name} is not the state that was saved: {values}",
+        "{name}: its load_state_dict does not give back what its state_dict holds",
+    ),
+    "samples": (
+        "the samples of step {step} differ: {values}",
+        "the data's order is not restored: a loader that nothing tracks, or an order that is made anew",
+    ),
+    "values": ("step {step}: {samples}{name} {values}", "step {step} reads something that no checkpoint holds"),
+    "generators": (
+        "step {step}: {samples}values equal; the random generators differ",
+        "step {step} draws another number of random values, or draws them from another seed",
+    ),
+    "state": (
+        "step {step}: {samples}values equal; the state of {name} differs",
+        "step {step} changes {name} by something that no checkpoint holds",
+    ),
+    "end": (
+        "the loop ends after another number of steps: {values}",
+        "the condition that ends it reads something that no checkpoint holds, as a count of bad evaluations",
+    ),
+    "result": (
+        "all steps are equal; the result differs: {name} {values}",
+        "the lines after the loop read something that no checkpoint holds, as a best value so far",
+    ),
+}
+"""Kind of a difference -> what differs, and the conclusion."""
+
+
 def difference_lines(difference: Difference, items: Collection[Interruption]) -> list[str]:
     """Return what differs first, and the conclusion."""
     place = difference.place
     before = [item for item in items if item.attempt == place.attempt - 1]
     after = f", after the {interruption_words(before[0])}" if before else ""
-    lines = [f"the first difference: step {place.step}, rank {place.rank}, attempt {place.attempt}{after}"]
-    values = f"{_short(difference.first)} | {_short(difference.second)}"
-    step = place.step - 1
-    samples = "samples equal; " if difference.reference.samples else ""
-    if difference.kind == "restored state":
-        lines += [
-            f"restored {difference.name} is not the state that was saved: {values}",
-            f"=> {difference.name}: its load_state_dict does not give back what its state_dict holds",
-        ]
-    elif difference.kind == "samples":
-        lines += [
-            f"the samples of step {step} differ: {values}",
-            "=> the data's order is not restored: a loader that nothing tracks, or an order that is made anew",
-        ]
-    elif difference.kind == "values":
-        lines += [
-            f"step {step}: {samples}{difference.name} {values}",
-            f"=> step {step} reads something that no checkpoint holds",
-        ]
-    elif difference.kind == "generators":
-        lines += [
-            f"step {step}: {samples}values equal; the random generators differ",
-            f"=> step {step} draws another number of random values, or draws them from another seed",
-        ]
-    elif difference.kind == "end":
-        lines += [
-            f"the loop ends after another number of steps: {values}",
-            "=> the condition that ends it reads something that no checkpoint holds, as a count of bad evaluations",
-        ]
-    elif difference.kind == "result":
-        lines += [
-            f"all steps are equal; the result differs: {difference.name} {values}",
-            "=> the lines after the loop read something that no checkpoint holds, as a best value so far",
-        ]
-    else:
-        lines += [
-            f"step {step}: {samples}values equal; the state of {difference.name} differs",
-            f"=> step {step} changes {difference.name} by something that no checkpoint holds",
-        ]
-    return lines
+    facts = {
+        "name": difference.name,
+        "step": place.step - 1,
+        "samples": "samples equal; " if difference.reference.samples else "",
+        "values": f"{_short(difference.first)} | {_short(difference.second)}",
+    }
+    what, conclusion = (words.format(**facts) for words in WORDS_OF[difference.kind])
+    first = f"the first difference: step {place.step}, rank {place.rank}, attempt {place.attempt}{after}"
+    return [first, what, f"=> {conclusion}"]
 
 
 def relative_words(difference: Difference) -> str:

@@ -61,8 +61,8 @@ class Verification:
     """
 
     loaded: Loaded
-    folder: Path | None
-    """The code; None for the code of `checkpoint`'s run."""
+    folder: Path
+    """The code."""
     runs_dir: Path
     """For the runs of the verification: it is deleted before."""
     target: Target
@@ -85,7 +85,7 @@ class Verification:
         taken = course.last - course.first
         items = interruptions(course)
         exercised = {item.kind for item in items}
-        missing: list[str] = [kind for kind in KINDS if kind not in exercised]
+        report = Report(equal=False, missing=[kind for kind in KINDS if kind not in exercised])
         self.say(f"straight: {taken} steps, {len(straight)} rank(s)")
         if not items:
             raise RunFailed(
@@ -95,31 +95,30 @@ class Verification:
         interrupted = self._trace("interrupted", items)
         items = self._as_done(items)
         self.say(f"interrupted: {'; '.join(map(interruption_words, items))}")
-        difference = compare.first_difference(straight, interrupted)
-        if difference is None:
-            repeated = compare.repeated_steps(interrupted)
-            line = (
-                f"=> equal over {taken} steps{self._too_few(taken)}: {len(items)} interruptions, {repeated} steps "
-                f"repeated; {', '.join(compare.seen(straight))} "
+        report.difference = compare.first_difference(straight, interrupted)
+        ignored: frozenset[str] = frozenset()
+        if report.difference is not None:
+            again = self._trace("straight-again", [])
+            ignored = compare.differing_values(straight, again)
+            change = compare.first_difference(straight, again, ignored)
+            if change is not None:
+                report.difference, report.is_nondeterministic = change, True
+                report.lines = _nondeterministic(change)
+                return report
+            report.difference = compare.first_difference(straight, interrupted, ignored)
+        if report.difference is None:
+            report.equal = True
+            few = f" (the training ended before the {self.steps} that were asked for)" if taken < self.steps else ""
+            apart = f", apart from what differs between two straight runs as well: {', '.join(sorted(ignored))}"
+            report.lines = [
+                f"=> equal over {taken} steps{few}{apart if ignored else ''}: {len(items)} interruptions, "
+                f"{compare.repeated_steps(interrupted)} steps repeated; {', '.join(compare.seen(straight))} "
                 f"and result have the same bits ({time.monotonic() - began:.0f} s)"
-            )
-            return Report(equal=True, lines=[line, *_notes(straight)], missing=missing)
-        again = self._trace("straight-again", [])
-        ignored = compare.differing_values(straight, again)
-        change = compare.first_difference(straight, again, ignored)
-        if change is not None:
-            return self._nondeterministic(change, missing)
-        difference = compare.first_difference(straight, interrupted, ignored)
-        if difference is None:
-            line = (
-                f"=> equal over {taken} steps{self._too_few(taken)}, apart from what differs between two straight runs "
-                f"as well: {', '.join(sorted(ignored))}"
-            )
-            return Report(equal=True, lines=[line, *_notes(straight)], missing=missing)
-        return self._blamed(straight, difference, items, ignored, missing)
-
-    def _too_few(self, taken: int) -> str:
-        return f" (the training ended before the {self.steps} that were asked for)" if taken < self.steps else ""
+            ]
+        else:
+            report.difference, report.lines = self._blamed(straight, report.difference, items, ignored)
+        report.lines += _notes(straight)
+        return report
 
     def _as_done(self, items: Sequence[Interruption]) -> tuple[Interruption, ...]:
         """Return the interruptions as they came about."""
@@ -128,26 +127,10 @@ class Verification:
             for item in items
         )
 
-    def _nondeterministic(self, change: Difference, missing: list[str]) -> Report:
-        what = change.name or change.kind
-        lines = [
-            f"two straight runs differ: {what} at step {change.place.step}, {change.first} | {change.second}"
-            f"{relative_words(change)}",
-            "=> nothing is shown: the program itself, or kernels that depend on the process's history, are not "
-            "deterministic; try deterministic=true behind the same command",
-        ]
-        return Report(equal=False, lines=lines, difference=change, is_nondeterministic=True, missing=missing)
-
     def _blamed(
-        self,
-        straight: Trace,
-        difference: Difference,
-        items: Sequence[Interruption],
-        ignored: frozenset[str],
-        missing: list[str],
-    ) -> Report:
-        """Find the first single interruption that makes the difference, and the locals that differ."""
-        lines = difference_lines(difference, items)
+        self, straight: Trace, difference: Difference, items: Sequence[Interruption], ignored: frozenset[str]
+    ) -> tuple[Difference, list[str]]:
+        """Return the first single interruption's difference, with the locals that differ; else that of all of them."""
         course = compare.course_of(straight)
         for kind in KINDS:
             single = interruptions(course, [kind])
@@ -159,10 +142,9 @@ class Verification:
             if alone is not None:
                 lines = [f"a single {interruption_words(single[0])} shows it", *difference_lines(alone, single)]
                 reference = self._trace("straight-locals", [], with_locals=True)
-                if hint := locals_line(reference, trace, alone):
-                    lines.append(hint)
-                return Report(equal=False, lines=lines + _notes(straight), difference=alone, missing=missing)
-        return Report(equal=False, lines=lines + _notes(straight), difference=difference, missing=missing)
+                hint = locals_line(reference, trace, alone)
+                return alone, [*lines, hint] if hint else lines
+        return difference, difference_lines(difference, items)
 
     def _trace(self, name: str, items: Sequence[Interruption], *, with_locals: bool = False) -> Trace:
         """Run once, and return the trace."""
@@ -170,12 +152,8 @@ class Verification:
         checkpoint = dataclasses.replace(config.checkpoint, every=NEVER, memory=NEVER, best=None)
         config = dataclasses.replace(config, name=name, mirror=MirrorConfig(), after=[], checkpoint=checkpoint)
         plan = make_plan(dataclasses.replace(self.loaded, config=config), self.runs_dir, self.target)
-        drill = Drill(
-            steps=self.first + self.steps,
-            shorten=max(1, self.steps // 3),
-            interruptions=list(items),
-            locals=with_locals,
-        )
+        steps, shorten = self.first + self.steps, max(1, self.steps // 3)
+        drill = Drill(steps=steps, shorten=shorten, interruptions=list(items), locals=with_locals)
 
         def prepare(plan: LaunchPlan) -> None:
             records.write(plan.run.drill_file, drill)
@@ -197,6 +175,15 @@ class Verification:
             raise RunFailed("the program of `command:` has no loop of jobkit's, so that there is nothing to compare")
         self._has_files = any(run.checkpoints.glob(f"step_*/{FRAMEWORK}"))
         return compare.read_trace(run)
+
+
+def _nondeterministic(change: Difference) -> list[str]:
+    what = f"{change.name or change.kind} at step {change.place.step}, {change.first} | {change.second}"
+    return [
+        f"two straight runs differ: {what}{relative_words(change)}",
+        "=> nothing is shown: the program itself, or kernels that depend on the process's history, are not "
+        "deterministic; try deterministic=true behind the same command",
+    ]
 
 
 def _notes(straight: Trace) -> list[str]:

@@ -110,7 +110,7 @@ def _loaded(name: str | None, params: Mapping[str, Any] | None, seed: int | None
         seed=seed,
         resources=Resources(gpus_per_task=AUTO),
     )
-    return Loaded(config=config, places=Places(Path(sys.argv[0])), notes=[], sweep=None, expressions={})
+    return Loaded(config=config, places=Places(Path(sys.argv[0])), notes=[], expressions={})
 
 
 def _plain(key: str, value: Any) -> Any:

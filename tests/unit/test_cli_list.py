@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 from harness.journals import began, ended, finished, make_run, submitted
 
+from jobkit.cli.list import as_lines
 from jobkit.cli.main import main
-from jobkit.cli.rows import read_rows
-from jobkit.cli.table import as_lines
-from jobkit.cli.where import ordered, parse
+from jobkit.cli.rows import ordered, parse, read_rows
 from jobkit.errors import InputError
 from jobkit.run import records
 from jobkit.run.records import Progress

@@ -81,7 +81,7 @@ def test_stretches_are_equal_parts_of_the_steps() -> None:
     "values", [(1.0,), (NAN,), (0.0, 0.0), (-3e38, 3e38), (1e-45, 1.0), (1e8, 1e8 + 8), (-2.0, 5.0), (1e5, 1, 1, 1)]
 )
 def test_a_chart_holds_any_values(values: tuple[float, ...]) -> None:
-    svg = charts.curves("tag", [("run", 0, series(*values))])
+    svg = charts.curves("tag", [(0, series(*values))])
     assert "nan" not in svg and "inf" not in svg
     assert len(svg) < 4000
 
@@ -93,11 +93,11 @@ def test_a_number_that_is_none_has_a_text(value: float) -> None:
 
 def test_texts_in_pictures_are_escaped() -> None:
     account = Account(attempt=1, began=5.0, until=9.0, queue=1.0, starting=1.0, useful=3.0, first_step=0, last_step=3)
-    curves = charts.curves(HOSTILE, [(HOSTILE, number, series(1, 2)) for number in range(2)])
+    curves = charts.curves(HOSTILE, [(number, series(1, 2)) for number in range(2)])
     for svg in (curves, charts.timeline([(HOSTILE, [account], [HOSTILE])])):
         parsed = Parsed(str(svg))
         assert {tag for tag, _ in parsed.tags} <= {"svg", "path", "text", "rect", "title"}
-        assert HOSTILE in parsed.text
+        assert HOSTILE in parsed.text or parsed.tags[0][1]["aria-label"] == HOSTILE
 
 
 def test_labels_tell_neighbours_apart() -> None:
@@ -126,8 +126,6 @@ def failed_run(runs_dir: Path, name: str = "toy-11f5f19c", lr: float = 0.1) -> R
     )
     values = {"name": "toy", "params": {"lr": lr, "text": HOSTILE, "secret": "${oc.env:HOME}"}, "seed": 0}
     run.config_file.write_text(dump(values), encoding="utf-8")
-    run.logs(2).mkdir(parents=True)
-    run.rank_log(2, 0).write_text(f"\x1b[31mlogged {HOSTILE}\n")
     run.tensorboard.mkdir()
     events = EventFile(run.tensorboard, 0)
     for step in range(1000):
@@ -150,7 +148,7 @@ def test_nothing_that_a_run_holds_becomes_markup(tmp_path: Path) -> None:
     policy = next(value["content"] or "" for tag, value in parsed.tags if value.get("http-equiv"))
     assert policy.startswith(f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'")
     assert parsed.text.count(f"loss {HOSTILE}") == 1
-    for text in (f"logged {HOSTILE}", f"Traceback\n{HOSTILE}", "17, 404", "${oc.env:HOME}", "0fe96acaa56e"):
+    for text in (f"Traceback\n{HOSTILE}", "17, 404", "${oc.env:HOME}", "0fe96acaa56e"):
         assert text in parsed.text
     assert str(Path.home()) not in html or str(Path.home()) == "/"
     assert sum(tag == "img" for tag, _ in parsed.tags) == 2

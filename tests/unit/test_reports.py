@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from harness.ranks import make_rank
-from jobkit.worker.metrics import EventFile
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from jobkit.errors import UsageError
 from jobkit.run import metrics
+from jobkit.run.metrics import EventFile
 from jobkit.run.records import Progress
 from jobkit.run.slots import NOTES, Kept, Page, Phase, page_before
 from jobkit.worker.health import Health
