@@ -13,7 +13,7 @@ from slurmbox import Cluster
 
 RESOURCES = ("--cluster", "slurm", "resources.nodes=2")
 HARNESS = Path(__file__).parents[1] / "harness"
-STEPS = 900
+STEPS = 330
 
 
 def test_preempted_twice_out_of_time_and_scancelled_changes_no_bit(
@@ -25,7 +25,7 @@ def test_preempted_twice_out_of_time_and_scancelled_changes_no_bit(
     project = on_slurm(cluster, YAML.format(task="train", ranks=2, every="10min", memory="off"), plain=False)
     shutil.copy(HARNESS / "training_task.py", project.folder)
     expected = result(before)
-    pauses = {"step_seconds": 0.1, "last_attempt": 5}
+    pauses = {"step_seconds": 0.3, "last_attempt": 5}
     launch = project.submit(*RESOURCES, "resources.time=0:01:00", steps=STEPS, **pauses)
     for attempt in (1, 2):
         launch.wait_for_attempt(attempt).wait_for_step(launch.step + 20)
