@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness.runs import YAML, Project
@@ -19,6 +20,12 @@ def pytest_configure() -> None:
     """Take both signals as a terminal gives them: nohup, and a shell that runs the tests behind it, ignore them."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def slurm_settings() -> dict[str, Any]:
+    """Of the cluster that all share: a requeued job waits 5 seconds there, and 120 by default."""
+    return {"cred_expire": 5}
 
 
 @pytest.fixture
