@@ -28,6 +28,9 @@ from jobkit.train.accumulation import Loss, call
 from jobkit.train.batch import batch_size, check_can_be_cut, cut
 from jobkit.train.seeds import derive_seed, preserved_generators, seed_generators
 
+OLDEST_TORCH = "2.13"
+"""Stages of torch before it break off where a block passes whole numbers on, or has nothing to train."""
+
 MAX_SCHEDULES = 8
 """Schedules that are kept, one for each count and shape of micro-batches: each owns the memory that it receives in."""
 
@@ -93,9 +96,11 @@ def cut_stages(sizes: Sequence[int], stages: int) -> tuple[int, ...]:
 def stage_of(model: nn.Module, index: int, stages: int) -> Stage:
     """Return the part of an nn.Sequential that a stage computes; its parameters keep their names.
 
-    Raises ValueError for a model that is no nn.Sequential or has a forward of its own, for fewer blocks than stages,
-    and for a parameter that two stages would share.
+    Raises ValueError for an old torch, for a model that is no nn.Sequential or has a forward of its own, for fewer
+    blocks than stages, and for a parameter that two stages would share.
     """
+    if torch.__version__ < OLDEST_TORCH:
+        raise ValueError(f"a pipeline needs torch {OLDEST_TORCH} or newer; here is {torch.__version__}")
     if not isinstance(model, nn.Sequential) or type(model).forward not in (nn.Sequential.forward, Blocks.forward):
         has = "has a forward of its own" if isinstance(model, nn.Sequential) else "is no nn.Sequential"
         raise ValueError(

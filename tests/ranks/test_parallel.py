@@ -54,6 +54,10 @@ ON_FOUR: dict[str, dict[str, Any]] = {
     "zero2 x pipeline": {"data": "zero2", "pipeline": 2},
     "tensor x pipeline": {"tensor": 2, "pipeline": 2},
 }
+if torch.__version__ < jobkit.train.pipeline.OLDEST_TORCH:
+    ON_TWO, ON_FOUR = (
+        {name: case for name, case in cases.items() if "pipeline" not in case} for cases in (ON_TWO, ON_FOUR)
+    )
 
 
 class Block(nn.Module):

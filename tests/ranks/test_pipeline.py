@@ -13,15 +13,18 @@ import torch.distributed as dist
 from harness.ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.torch_version import TorchVersion
 
 import jobkit
 from jobkit.errors import UsageError
 from jobkit.group import RankGroup
 from jobkit.train.accumulation import call
 from jobkit.train.gradients import clip_gradients, gradient_norm
-from jobkit.train.pipeline import Pipeline, cut_stages, stage_of
+from jobkit.train.pipeline import OLDEST_TORCH, Pipeline, cut_stages, stage_of
 
 WIDTH, BATCH = 4, 12
+
+pytestmark = pytest.mark.skipif(torch.__version__ < OLDEST_TORCH, reason="torch is too old for pipelines")
 
 
 class Conditioned(nn.Module):
@@ -182,9 +185,14 @@ class OwnForward(nn.Sequential):
         (OwnForward(nn.Tanh(), nn.Tanh()), 2, "has a forward of its own"),
         (nn.Sequential(*[nn.Linear(2, 2)] * 2), 2, "0.weight and 1.weight"),
         (plain(), 9, "8 block.* 9 stages"),
+        (plain(), 2, "here is 2.12.1"),
     ],
 )
-def test_a_model_that_cannot_be_cut_is_refused(model: nn.Module, stages: int, said: str) -> None:
+def test_a_model_that_cannot_be_cut_is_refused(
+    model: nn.Module, stages: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if said.startswith("here is"):
+        monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1+cu130"))
     with pytest.raises(ValueError, match=said):
         stage_of(model, 0, stages)
 
