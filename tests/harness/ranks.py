@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # here, so that forked ranks have it: their first optimizer imports it
 import torch.distributed as dist
 
 from jobkit.group import RankGroup
