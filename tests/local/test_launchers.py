@@ -115,7 +115,7 @@ def test_the_articles_command_of_plain_python_goes_on_exactly(tmp_path: Path) ->
     ctrl_c_at(4, first, folder)
     ended(typed(folder, PYTHON))
     launch = run_of(folder)
-    assert launch.causes == ["interrupted", "finished"], launch.describe()
+    assert launch.causes == ["stopped", "finished"], launch.describe()
     assert launch.status.result == run_of(tmp_path / "straight").status.result
 
 
