@@ -64,7 +64,7 @@ def difference_lines(difference: Difference, items: Collection[Interruption]) ->
         "values": f"{_short(difference.first)} | {_short(difference.second)}",
     }
     what, conclusion = (words.format(**facts) for words in WORDS_OF[difference.kind])
-    first = f"the first difference: step {place.step}, rank {place.rank}, attempt {place.attempt}{after}"
+    first = f"the first difference: {place.step} steps done, rank {place.rank}, attempt {place.attempt}{after}"
     return [first, what, f"=> {conclusion}"]
 
 
