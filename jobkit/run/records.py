@@ -161,8 +161,6 @@ class Drill:
     shorten: int | None = None
     """Intervals of `every=` and passes over data are cut to so many steps."""
     interruptions: list[Interruption] = field(default_factory=list)
-    locals: bool = False
-    """True if the trace has the training function's plain local values, as a hint."""
 
     def interruption(self, attempt: int) -> Interruption | None:
         return next((item for item in self.interruptions if item.attempt == attempt), None)

@@ -116,7 +116,7 @@ class Verification:
                 f"and result have the same bits ({time.monotonic() - began:.0f} s)"
             ]
         else:
-            report.difference, report.lines = self._blamed(straight, report.difference, items, ignored)
+            report.difference, report.lines = self._blamed(straight, interrupted, report.difference, items, ignored)
         report.lines += _notes(straight)
         return report
 
@@ -128,32 +128,39 @@ class Verification:
         )
 
     def _blamed(
-        self, straight: Trace, difference: Difference, items: Sequence[Interruption], ignored: frozenset[str]
+        self,
+        straight: Trace,
+        interrupted: Trace,
+        difference: Difference,
+        items: Sequence[Interruption],
+        ignored: frozenset[str],
     ) -> tuple[Difference, list[str]]:
-        """Return the first single interruption's difference, with the locals that differ; else that of all of them."""
+        """Return the difference that a single interruption makes, and the lines about it; else that of all of them."""
+        if difference.place.attempt == 2:  # there was a single one before it
+            return difference, _blame(straight, interrupted, difference, items)
         course = compare.course_of(straight)
         for kind in KINDS:
             single = interruptions(course, [kind])
             if not single:
                 continue
-            trace = self._trace(kind.replace(" ", "-"), single, with_locals=True)
+            trace = self._trace(kind.replace(" ", "-"), single)
             single = self._as_done(single)
             alone = compare.first_difference(straight, trace, ignored)
             if alone is not None:
-                lines = [f"a single {interruption_words(single[0])} shows it", *difference_lines(alone, single)]
-                reference = self._trace("straight-locals", [], with_locals=True)
-                hint = locals_line(reference, trace, alone)
-                return alone, [*lines, hint] if hint else lines
-        return difference, difference_lines(difference, items)
+                return alone, [
+                    f"a single {interruption_words(single[0])} shows it",
+                    *_blame(straight, trace, alone, single),
+                ]
+        return difference, _blame(straight, interrupted, difference, items)
 
-    def _trace(self, name: str, items: Sequence[Interruption], *, with_locals: bool = False) -> Trace:
+    def _trace(self, name: str, items: Sequence[Interruption]) -> Trace:
         """Run once, and return the trace."""
         config = self.loaded.config
         checkpoint = dataclasses.replace(config.checkpoint, every=NEVER, memory=NEVER, best=None)
         config = dataclasses.replace(config, name=name, mirror=MirrorConfig(), after=[], checkpoint=checkpoint)
         plan = make_plan(dataclasses.replace(self.loaded, config=config), self.runs_dir, self.target)
         steps, shorten = self.first + self.steps, max(1, self.steps // 3)
-        drill = Drill(steps=steps, shorten=shorten, interruptions=list(items), locals=with_locals)
+        drill = Drill(steps=steps, shorten=shorten, interruptions=list(items))
 
         def prepare(plan: LaunchPlan) -> None:
             records.write(plan.run.drill_file, drill)
@@ -175,6 +182,11 @@ class Verification:
             raise RunFailed("the program of `command:` has no loop of jobkit's, so that there is nothing to compare")
         self._has_files = any(run.checkpoints.glob(f"step_*/{FRAMEWORK}"))
         return compare.read_trace(run)
+
+
+def _blame(straight: Trace, trace: Trace, difference: Difference, items: Sequence[Interruption]) -> list[str]:
+    hint = locals_line(straight, trace, difference)
+    return [*difference_lines(difference, items), *([hint] if hint else [])]
 
 
 def _nondeterministic(change: Difference) -> list[str]:

@@ -69,7 +69,7 @@ class Loop:
         """Results of the `every=` functions after the last step: the last checkpoint's metrics."""
         self.own_time = own_time
         self.drill = rank.run.drill()
-        self.trace = Trace(rank, self.drill) if self.drill is not None else None
+        self.trace = Trace(rank) if self.drill is not None else None
         self._rank, self._ranks, self._tracked = rank, ranks, tracked
         self._checkpoints, self._reporter, self._health, self._timing = checkpoints, reporter, health, timing
         self._on_begin = on_begin

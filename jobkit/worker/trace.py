@@ -15,7 +15,6 @@ from dataclasses import asdict
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
-from jobkit.run.records import Drill
 from jobkit.worker.checkpoints import Boundary
 from jobkit.worker.rank import Rank
 
@@ -28,11 +27,14 @@ NOT_NAMED = ("/dev/", "/proc/", "/sys/", f"{tempfile.gettempdir()}/")
 MAX_FILES = 10
 """Names of files in a report."""
 
+MAX_TEXT = 200
+"""Characters of a local value."""
+
 
 class Trace:
     """Writes one rank's trace. Each line is on its way to the disk before the rank goes on."""
 
-    def __init__(self, rank: Rank, drill: Drill) -> None:
+    def __init__(self, rank: Rank) -> None:
         folder = rank.run.trace_folder / str(rank.attempt)
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / f"{rank.rank}.jsonl").open("w", encoding="utf-8")
@@ -41,7 +43,6 @@ class Trace:
         """Gives the ids of the samples of the step that ends."""
         self.function: CodeType | None = None
         """The training function's code; None in a script."""
-        self._with_locals = drill.locals
         self._runs_dir = f"{rank.run.path.parent.absolute()}/"
         self._written: set[str] = set()
         sys.addaudithook(self._note_open)
@@ -76,15 +77,14 @@ class Trace:
             "state": dict(state),
             **more,
         }
-        if self._with_locals and event == "boundary":
+        if event == "boundary":
             line["locals"] = self._locals()
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         self._values = {}
 
     def _locals(self) -> dict[str, str]:
-        """Return the plain local values of the training function, of a script its globals: a hint for a person, after
-        a difference was found."""
+        """Return the plain local values of the training function, of a script its globals: a hint for a person."""
         if self.function is None:
             return _plain(vars(sys.modules["__main__"]))
         frame = sys._getframe()
@@ -94,4 +94,6 @@ class Trace:
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, str]:
-    return {name: repr(value) for name, value in values.items() if isinstance(value, (bool, int, float, str))}
+    """Return numbers and short texts: a text that is a program's data would be written at each boundary."""
+    plain = {name: repr(value) for name, value in values.items() if isinstance(value, (bool, int, float, str))}
+    return {name: text for name, text in plain.items() if len(text) <= MAX_TEXT}

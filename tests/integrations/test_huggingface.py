@@ -95,7 +95,7 @@ def trained(
 ) -> tuple[list[Any], Any]:
     """Train in as many attempts as it takes; returns the results of the ranks, and the trace."""
     run = make_rank(folder).run
-    records.write(run.drill_file, Drill(steps=steps, shorten=steps // 3, interruptions=stops, locals=False))
+    records.write(run.drill_file, Drill(steps=steps, shorten=steps // 3, interruptions=stops))
     for number in range(1, len(stops) + 1):
         assert run_ranks(attempt, ranks, folder, number, options) == [None] * ranks
     return run_ranks(attempt, ranks, folder, len(stops) + 1, options), read_trace(run)
