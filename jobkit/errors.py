@@ -1,10 +1,8 @@
-"""Every error that a user can cause: data (key, found, allowed, hint), and one place that makes a line of it.
+"""The errors that a user can cause, as data (key, found, allowed, hint), and the exit codes of all commands.
 
-    raise InputError(key="resources.nodes", found=0, allowed="1 or more")
-
-prints, once the loader has added where the key stands:
-
-    error: toy.yaml:7: resources.nodes: found 0, expected 1 or more
+raise InputError(key="resources.nodes", found=0, allowed="1 or more")
+    --run/load.py adds file and line, usage.py prints-->
+error: toy.yaml:7: resources.nodes: found 0, expected 1 or more
 """
 
 from __future__ import annotations

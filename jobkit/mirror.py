@@ -3,9 +3,10 @@
     rank 0's reporter --starts, gives the result--> jobkit/start.py jobkit.mirror RUN SERVICE --points--> service
                       <--------what fails----------     reads tensorboard/ up to the newest checkpoint
 
-No service takes a point back. So a point is copied once no attempt logs it again: a checkpoint on the disk holds it, or
-the run has finished. The process keeps no record: it asks the service for the points that it has. Any error ends the
-process, and the reporter starts another one. `python -m jobkit.mirror RUN` copies what is missing once a run is over.
+A point cannot be deleted at these services. So a point is copied only when no later attempt can log it again: when a
+checkpoint on the disk holds its step, or the run has finished. The process keeps no record: it asks the service for the
+points that it has. Any error ends the process, and the reporter starts another one. `python -m jobkit.mirror RUN`
+copies the missing points of a run that is over.
 """
 
 from __future__ import annotations

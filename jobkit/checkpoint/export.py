@@ -1,8 +1,10 @@
 """final/: the whole weights, the config and the result of a finished run; and jobkit.open_run, which reads them.
 
-final/model.safetensors   one file a tracked module, its names those of the module's state_dict; the averaged weights
-                          where a tracked optimizer keeps averages
-final/result.json  final/config.yaml
+    ctx.finish (worker/context.py) --write_final--> final/model.safetensors    one file a tracked module
+                                                    final/result.json  final/config.yaml
+    jobkit.open_run(path) --> OpenedRun: config, weights, result
+
+Names in a file are those of the module's state_dict. If a tracked optimizer keeps averaged weights, those are written.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The check that replicas are equal on all ranks, at the first save: division of a checkpoint relies on it.
+"""The check at the first save that replicas are equal on all ranks: each rank writes only a part of them.
 
-Buffers, and states that each rank has for itself, are left out: they may differ.
+worker/tracked.py calls it. Buffers, and states that each rank has for itself, are left out: they may differ.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
     Staged --write_shard--> file: header (whole pages) | tensors | skeletons          ShardInfo --> manifest
 
 Any program that reads safetensors can open it. The header's checksum and one for each 4 MiB of data are in the
-manifest, so that a reader of some bytes checks these bytes alone. The writer's thread calls this.
+manifest, so that a reader of a few bytes reads only their block to check them. checkpointer.py writes with this, in a
+thread; reading.py reads with it.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class View:
             end = f"ended ({self.job.state})" if self.job is not None else "is gone"
             return f"{job} {end}, and nothing recorded why; the same command continues the run"
         if self.job is not None and self.is_pending:
-            from jobkit.slurm.reasons import explain_reason
+            from jobkit.slurm.pending import explain_reason
 
             held = f"; to release it: scontrol release {self.job.job_id}" if self.job.held else ""
             return f"{job} waits: {explain_reason(self.job.reason or 'None')}{held}"

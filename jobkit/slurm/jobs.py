@@ -1,7 +1,8 @@
 """Slurm's jobs: its record of a job, the reason why it stops one, and the requests that change one.
 
 In: a job id (`12`, or `12_3` for a task of an array). Out: a Job, or a SchedulerError. The supervisor asks about its
-own job (`show`, `stop_cause`, `requeue`), the commands about all of a user's jobs at once (`queue`).
+own job (`show`, `stop_cause`, `requeue`), the commands about all of a user's jobs at once (`queue`). pending.py has the
+words for a job that waits.
 """
 
 from __future__ import annotations

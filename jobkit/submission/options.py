@@ -3,7 +3,7 @@
     clusters: {h100: {partition: h100, constraint: ib, setup: [module load cuda], nodes: 4}}
         -> split("h100", entry) -> Options(resources={"nodes": 4}, sbatch={...}, setup=["module load cuda"], ...)
 
-plan.py calls it, for the entry that is used and, so that a slip shows at once, for all others.
+plan.py calls it, for the entry that is used and, so that a mistake shows at once, for all others.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     LaunchPlan -> script: header (Submitit) + definitions (bash variables) + job.sh -> sbatch --comment=TOKEN -> job id
 
-The token in the job's comment, and nothing else, makes the job this run's: it is journalled before sbatch is called.
+transaction.py and sweep.py call this; the values of the header come from plan.py and options.py. A job belongs to a run
+when its comment has the run's token, which is journalled before sbatch is called.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Submitting a sweep: all points are checked, then what is missing, interrupted, failed or cancelled is started.
 
     points --plan--> LaunchPlans --> X.sweep (names of runs) --> one snapshot of the code
-        Slurm: chunks of equal resources --locks of all runs, files, `submitted(token, task)`--> sbatch --array
+        Slurm: chunks of equal options --locks of all runs, files, `submitted(token, task)`--> sbatch --array
         here:  submission/local_sweep.py
 
-A run of a sweep is a run like any other: it has its own directory, journal and batch script. What one array has in
-common is its token: (token, task) names the job of a run. A submission that is killed leaves journals with a token
-that Slurm knows or does not know, and the same command sees which, as for a single run.
+submit.py calls this with the points of run/sweep.py. A run of a sweep is a run like any other: it has its own
+directory, journal and batch script. The runs of one array share a token, and (token, task) names the job of a run. If
+the submission is killed, Slurm knows the token in the journals or does not; the same command asks, and goes on.
 """
 
 from __future__ import annotations

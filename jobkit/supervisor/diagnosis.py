@@ -2,8 +2,8 @@
 
     Facts (exits, lost nodes, Slurm's word) + Traces (ends/<attempt>/*.json) --diagnose()--> Verdict --> Ended
 
-The first cause by arrival counts, not by clocks, which differ between nodes. Nothing is read out of the messages of
-libraries: "connection closed" is a consequence because another rank's End lay there already, or a rank was killed.
+attempt.py calls it. Facts count in the order of their arrival, because the clocks of nodes differ. Messages of
+libraries are not read: an error after another rank's death or End (its record of how it ended) is a consequence.
 """
 
 from __future__ import annotations

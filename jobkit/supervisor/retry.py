@@ -1,6 +1,6 @@
-"""The step after an attempt: a pure function of the attempts so far, and of the room that the job has.
+"""The decision after an attempt: a pure function of the attempts so far, the YAML's limits, and the job's nodes.
 
-    attempts + retry: + Room --decide()--> Decision(action, reason, exclude)
+    attempts + RetryConfig + Room (nodes, time left) --decide()--> Decision(action, reason, exclude)
 
 `attempt.close` calls it and journals the decision; the supervisor carries it out. It prefers, in this order: the same
 nodes, a spare, fewer nodes (`min_nodes`), the queue, a new job.

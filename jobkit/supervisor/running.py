@@ -1,9 +1,10 @@
-"""The ranks of one attempt: which live, what arrived of the others, and how hard they have to be pressed to end.
+"""The ranks of one attempt: which of them live, what arrived about the others, and which signal comes next.
 
     news of agents --note--> Running --pressure(now)--> loop.py sends STOP or KILL
     stop reasons   --ask-->          --facts---------> attempt.close
 
-Nothing here does anything: the clock comes in as a number, the files of ends as a function.
+A silent rank (worker/agent.py noticed it) is asked for its stacks, then killed. This file only decides: it sends no
+message, and gets the time as a number.
 """
 
 from __future__ import annotations

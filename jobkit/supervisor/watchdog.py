@@ -1,8 +1,9 @@
-"""The watchdog: how long a rank may be silent. The agent asks it, from what ranks say in their pages.
+"""The watchdog's limits: how long a rank may be silent. The agent asks it about the beats in each rank's page.
 
     rank --beat--> Page --Page.read()--> Watch.look() --> seconds of silence --Silent--> supervisor
 
-From outside, because a rank that is stopped, or loops in C with the interpreter's lock, cannot notice itself.
+Another process watches, because a rank that is stopped, or loops in C, cannot notice its own silence. Nothing is ended
+here: supervisor/running.py decides that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The order of samples: a pure function of a position, in constant memory and time.
+"""The order of samples: a pure function of a position, without a list of all samples (weights need one).
 
     (seed, samples before, rank) --SampleOrder.shares--> (epoch, sample id) pairs
 

@@ -1,7 +1,8 @@
 """Learning rates by step: a multiplier of the optimizer's own rate, after a warm-up that rises linearly.
 
 torch's LinearLR and CosineAnnealingLR multiply the rate of the step before, so that rounding errors add up; the latter
-rises again after its last step, and its floor is a rate, one for all groups. Hence LambdaLR, in which the step decides.
+rises again after its last step, and has one lowest rate for all groups. So these functions make a LambdaLR, which
+computes the rate from the step. Users call them as jobkit.schedule.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The interruptions of a verification: a pure function of the places that the straight run came by.
+"""The interruptions of a verification: a pure function of the boundaries of the straight run.
 
     straight run's trace -> Course -> interruptions() -> drill.json of the interrupted run
 

@@ -1,4 +1,4 @@
-"""Carries a verification out: a straight run, an interrupted run, and where they differ single interruptions.
+"""A verification: a straight run, an interrupted run; if they differ, another straight run and single interruptions.
 
     plan + Drill --submission--> run (the production path) --trace--> compare --> Report
 

@@ -3,9 +3,9 @@
     supervisor --Start, Signal, Leave--------> agent --fork--> ranks
                <-Ready, Exited, Signalled, Silent--  <-exit codes, pages--
 
-It imports what ranks need once: a rank of the next attempt is there in milliseconds. A fork copies one thread and no
-state of a device, so an agent has one thread and touches no device. A supervisor that is killed comes back: meanwhile
-the ranks train on, and worker/alone.py decides how long.
+It imports torch for all attempts, so that a rank starts in milliseconds. A fork copies one thread and no state of a
+device, so an agent has one thread and touches no device. A supervisor that is killed comes back: meanwhile the ranks
+train on, and worker/alone.py decides how long.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""When and how the loop saves: schedules, the best metric, and what a save's outcome means for the run.
+"""The loop's saves: when it is time (by checkpoint_interval.py), the best metric, and the outcome of a save.
 
 loop --due?--> Checkpoints --stage, write, snapshot--> Checkpointer (checkpoint/)
                            <--outcomes-- costs, warnings
@@ -18,9 +18,17 @@ from jobkit.log import log
 from jobkit.run.journal import read_status
 from jobkit.run.schema import AUTO
 from jobkit.run.slots import Phase
+from jobkit.worker.checkpoint_interval import (
+    MAX_OVERHEAD,
+    MAX_SECONDS,
+    MIN_MEMORY_SECONDS,
+    AutoInterval,
+    Clock,
+    History,
+    young,
+)
 from jobkit.worker.rank import Rank
 from jobkit.worker.reporter import Reporter
-from jobkit.worker.schedule import MAX_OVERHEAD, MAX_SECONDS, MIN_MEMORY_SECONDS, AutoInterval, Clock, History, young
 from jobkit.worker.tracked import Tracked
 
 WriteFiles = Callable[[Path], object]

@@ -41,7 +41,7 @@ from jobkit.worker.join import Joined
 from jobkit.worker.loop import Every, Loop
 from jobkit.worker.own_time import OwnTime
 from jobkit.worker.rank import Rank
-from jobkit.worker.repeats import Repeats
+from jobkit.worker.repeated_steps import Repeats
 from jobkit.worker.reporter import Reporter
 from jobkit.worker.timing import Timing
 from jobkit.worker.tracked import Generators, PendingGradients, Tracked

@@ -1,4 +1,4 @@
-"""The share of its agent's CPUs that a rank runs on: neighbouring cores, so that the ranks do not move about."""
+"""The share of its agent's CPUs that a rank runs on: neighbouring cores, and no two ranks on the same."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the training function gives its optimizers and schedules: of a run that starts from another, what it gives
-otherwise than the other run's function did holds.
+"""The options that a training function gives its optimizers and schedules. In a run with --from, an option that differs
+from the other run's wins over the checkpoint.
 
     before a restore: options, `now` --state_dict--> each checkpoint
     --from: checkpoint --> `then`;  then != now?  the restored value gives way (`merged`)

@@ -1,7 +1,7 @@
 """The seconds of each step that a rank works before it waits for others: what tells a slow rank from those it delays.
 
     begin_step .. data, forward .. end of the last forward | backward: all ranks wait for each other's gradients
-    own seconds --in each agreement's all-reduce--> rank 0 --median--> progress.json --> run/stragglers.py, status
+    own seconds --in each agreement's all-reduce--> rank 0 --median--> progress.json --> status
 
 loop.py owns the clock. What a rank computes in and after backward is not seen; DDP's broadcast of buffers, a wait
 within the forward, makes ranks look alike.

@@ -1,6 +1,6 @@
 """Processes of this machine that are not our children, by the kernel's table in /proc (proc(5)).
 
-The agent ends with it what ranks have started, and finds the processes that handle a signal.
+With it the agent ends the processes that ranks have started, and finds the processes that handle a signal.
 """
 
 from __future__ import annotations

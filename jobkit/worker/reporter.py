@@ -1,7 +1,7 @@
 """All that a rank shows of its training: curves, progress, warnings.
 
     ctx.log --> Reporter --one append a step--> thread --> TensorBoard (metrics.py)
-                        --hash--> page (repeats.py)         progress.json, each half second
+                        --hash--> page (repeated_steps.py)  progress.json, each half second
 
     each half second, and at the end of the run --> mirror.py: copies at W&B and MLflow
 
@@ -26,7 +26,7 @@ from jobkit.mirror import Mirror, services
 from jobkit.run import metrics
 from jobkit.run.metrics import EventFile, Position
 from jobkit.worker.rank import Rank
-from jobkit.worker.repeats import Repeats
+from jobkit.worker.repeated_steps import Repeats
 
 TICK_SECONDS = 0.5
 """How often points and the progress report are written: a follower sees a run move, a file server hardly notices."""

@@ -1,4 +1,4 @@
-"""The trace of a run of `jobkit verify`: what each rank came by, boundary by boundary.
+"""The trace of a run of `jobkit verify`: each rank's values, samples and state, boundary by boundary.
 
 loop --(state digests, values, samples)--> trace/<attempt>/<rank>.jsonl --> verify/compare.py
 """

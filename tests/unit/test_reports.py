@@ -16,7 +16,7 @@ from jobkit.run.metrics import EventFile
 from jobkit.run.records import Progress
 from jobkit.run.slots import NOTES, Kept, Page, Phase, page_before
 from jobkit.worker.health import Health
-from jobkit.worker.repeats import Repeats, hash_of
+from jobkit.worker.repeated_steps import Repeats, hash_of
 from jobkit.worker.reporter import Reporter
 
 

@@ -15,7 +15,7 @@ from jobkit.run.rundir import RunDir
 from jobkit.run.view import View, view, views
 from jobkit.slurm import commands, jobs
 from jobkit.slurm.jobs import Job
-from jobkit.slurm.reasons import explain_reason
+from jobkit.slurm.pending import explain_reason
 
 NAMES = ["toy-11f5f19c", "toy-11f5f19c-2", "digits-aaaaaaaa", "digits-bbbbbbbb", "digits-big-cccccccc"]
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from jobkit.run.records import Ended
-from jobkit.worker.schedule import FIRST_SECONDS, PRIOR_SECONDS, AutoInterval, Clock, History
+from jobkit.worker.checkpoint_interval import FIRST_SECONDS, PRIOR_SECONDS, AutoInterval, Clock, History
 
 
 def test_a_number_is_of_steps_and_a_text_is_a_time() -> None:

@@ -1,9 +1,10 @@
-"""The comparison of repeated steps in production: the bits that a step logged, now and in the attempt before.
+"""The comparison of repeated steps in production: each attempt's logged bits against those of the attempt before.
 
     this attempt's values of step n --hash--> page of this rank (a ring of the last steps)
                                               page of the attempt before --same step, same hash?--> Progress.repeats
 
-Rank 0 compares. The reporter calls this; `status` says "37 steps repeated, 21 compared, equal".
+Rank 0 compares. The reporter calls this; `status` says "37 steps repeated, 21 compared, equal". `jobkit verify` does
+not use it: it compares two whole runs (verify/compare.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Why a job waits: Slurm's words for it (`man squeue`, JOB REASON CODES) in plain words."""
+"""Why a job waits in the queue: Slurm's words (`man squeue`, JOB REASON CODES) in plain words.
+
+run/view.py calls it. Why Slurm stops a job is `stop_cause` in jobs.py.
+"""
 
 from __future__ import annotations
 
