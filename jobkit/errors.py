@@ -23,7 +23,7 @@ _MISSING: Any = object()
 
 
 def worst(codes: Iterable[int]) -> int:
-    """Return the exit code of several: bad input before a failure before what can be continued before success."""
+    """Return the exit code of several runs: bad input before failed, before interrupted, before finished."""
     return max(codes, key=_SEVERITY.index, default=EXIT_FINISHED)
 
 
@@ -91,7 +91,7 @@ class UsageError(JobkitError):
 
 
 class CheckpointError(JobkitError):
-    """A checkpoint cannot be written, or does not fit what the training function tracks."""
+    """A checkpoint cannot be written, or does not fit the tracked objects."""
 
 
 class DistributedError(JobkitError):

@@ -7,7 +7,7 @@ import sys
 from typing import Literal
 
 log = logging.getLogger("jobkit")
-"""Info is what a user wants to know anyway; a warning is what the user may have to act on."""
+"""Info tells a user about progress; a warning may need an action of the user."""
 
 
 class _Handler(logging.Handler):

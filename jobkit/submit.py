@@ -156,7 +156,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _fork_of(arguments: argparse.Namespace) -> Fork | None:
-    """Return what --from and --weights-only say."""
+    """Return the start that --from and --weights-only ask for."""
     if arguments.start is None:
         if arguments.weights_only:
             raise InputError("it says what to take of another run", key="--weights-only", hint="--from RUN names that")
@@ -236,7 +236,7 @@ def _start(plan: LaunchPlan, code: Path | None, which: Which, manner: Manner, fo
 
 
 def _preparation(manner: Manner, fork: Fork | None) -> Callable[[LaunchPlan], None]:
-    """Return what is done in the directory of each run that starts, before there is a job."""
+    """Return the function that prepares the directory of each run that starts, before there is a job."""
     from jobkit.supervisor import notify
 
     def prepare(plan: LaunchPlan) -> None:
@@ -324,7 +324,7 @@ def _dry_run(plan: LaunchPlan, fork: Fork | None) -> int:
 
 
 def _announce(outcome: Outcome) -> None:
-    """Say what the submission did, and the next command."""
+    """Print the outcome of the submission, and the next command."""
     run, before = outcome.run, outcome.before
     if outcome.started:
         step = run.durable_step()

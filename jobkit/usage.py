@@ -44,7 +44,7 @@ def to_type(verb: str, run: Path, *words: str) -> str:
 
 
 def to_continue(run: Path, submitted: Submitted | None) -> str:
-    """Return what continues a run, as it can be typed or done next."""
+    """Return the command that continues a run, or the next thing to do."""
     if submitted is not None and submitted.launcher is not None:
         return f"start it again by {submitted.launcher} in {submitted.folder}, as before"
     return to_type("resume", run)
@@ -114,5 +114,5 @@ def exit_code(command: Callable[[], int], interrupted: int = EXIT_INTERRUPTED) -
     except OSError as error:
         from jobkit.run.disk import explained
 
-        print(f"error: {explained(error)}", file=sys.stderr)  # raises what is no person's disk: that is a bug
+        print(f"error: {explained(error)}", file=sys.stderr)  # raises an error that is not a disk's: that is a bug
         return EXIT_BAD_INPUT

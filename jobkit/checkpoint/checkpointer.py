@@ -233,7 +233,7 @@ class Checkpointer:
         source.read(present, self.stager, ranks)
 
     def end_restore(self) -> list[str]:
-        """Return the names in the checkpoint that nobody asked for, and let go of what reading needed."""
+        """Return the names in the checkpoint that no object asked for, and free the buffers of the restore."""
         source, self.restored = self.restored, None
         self.snapshots.end_restore()
         if source is None:
@@ -408,7 +408,7 @@ class Checkpointer:
         return self._write is not None and not self._write.done()
 
     def wait_for_write(self) -> None:
-        """Return when no checkpoint is being written. Raises LostLease, or what the thread died of."""
+        """Return when no checkpoint is being written. Raises LostLease, or the error that ended the thread."""
         if self._write is not None:
             write, self._write = self._write, None
             while not wait([write], BEAT_SECONDS).done:  # a slow disk is no hang
@@ -416,7 +416,7 @@ class Checkpointer:
             self._outcomes.append(write.result())
 
     def collect(self) -> list[Outcome]:
-        """Return what became of saves since the last call, without waiting. The ranks may see it at different times."""
+        """Return the outcomes of saves since the last call, without waiting. Ranks may see them at different times."""
         if self._write is not None and self._write.done():
             self.wait_for_write()
         outcomes, self._outcomes = self._outcomes, []

@@ -26,7 +26,7 @@ CHUNK = 4 << 20
 
 
 def write(folder: Path, save: Callable[[Path], object], ranks: RankGroup) -> None:
-    """Let all ranks write into the checkpoint's own folder. Raises what `save` raises."""
+    """Let all ranks write into the checkpoint's own folder. Raises the errors of `save`."""
     target = folder / FRAMEWORK
     ranks.on_main(lambda: target.mkdir(exist_ok=True))
     ranks.all_or_none(lambda: save(target))

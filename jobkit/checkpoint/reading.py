@@ -79,7 +79,7 @@ class ShardFile:
 
 
 def _after(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
-    """Return what is not yet filled of some buffers after so many bytes."""
+    """Return the parts of buffers that are still empty after so many bytes."""
     rest = []
     for buffer in buffers:
         if count >= len(buffer):
@@ -215,7 +215,7 @@ class Sink:
         return flat if piece.whole is None else flat[piece.begin : piece.begin + piece.shape[0]]
 
     def has_same_box(self, piece: Piece) -> bool:
-        """Return whether a piece is exactly what this rank has of the leaf."""
+        """Return whether a piece is exactly this rank's part of the leaf."""
         is_whole = piece.whole is None and self.offset is None
         return tuple(self.buffer.shape) == piece.shape and (is_whole or self.offset == piece.offset)
 

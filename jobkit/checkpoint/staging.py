@@ -236,7 +236,7 @@ class Stager:
     # The layout
 
     def _look(self, entries: Sequence[Entry]) -> tuple[dict[str, Any], list[str]]:
-        """Find the leaves; work out the layout again if they changed. Returns the skeletons and what was pickled."""
+        """Find the leaves; lay them out again if they changed. Returns the skeletons, and paths of pickled values."""
         skeletons, pickled, lives, changed = {}, [], [], []
         for entry, walker in self.walkers(entries):
             live = walker.look()

@@ -41,7 +41,7 @@ class Manifest:
     shards: Mapping[str, ShardInfo]
     """By file name."""
     entries: list[str] = field(default_factory=list)
-    """Names of what is tracked."""
+    """Names of the tracked objects."""
     extra: dict[str, Any] = field(default_factory=dict)
     """For the spine: the boundary, the place in the curves."""
     pickled: list[str] = field(default_factory=list)
@@ -176,7 +176,7 @@ class Store:
     def clean(self) -> None:
         """Delete the leftovers of killed writers. Only the holder of the lease calls it, before anybody writes.
 
-        What was complete but had no name yet gets it: the older checkpoint of its step may be gone.
+        A complete checkpoint without its name gets the name: the older checkpoint of its step may be gone.
         """
         if not is_there(self.folder):
             return

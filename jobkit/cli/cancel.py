@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Cancel, wait for the checkpoints, and say what became of each run. A run that is over is no mistake."""
+    """Cancel, wait for the checkpoints, and print how each run ended. A run that is over is no mistake."""
     codes, runs = [], confirmed(arguments)
     if _stop_sweeps(arguments.names, runs_dir_of(arguments.runs_dir)):
         runs = chosen(arguments)  # and those that have started since

@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the script, or for the script what the last word may become."""
+    """Print the script, or for the script the candidates for the last word."""
     if arguments.words is None:
         print(SCRIPTS[arguments.shell])
     else:

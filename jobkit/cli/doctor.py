@@ -85,7 +85,7 @@ def _python() -> Iterator[Check]:
 
 
 def _runs_dir(runs_dir: Path) -> Iterator[Check]:
-    """Whether runs can be written, and locked, where they shall live."""
+    """Return whether the runs directory can be written and locked."""
     from jobkit.run.locks import Lock
     from jobkit.submission.checks import refuse_unwritable
 
@@ -146,7 +146,7 @@ def _slurm(options: dict[str, str]) -> Iterator[Check]:
 
 
 def _partition(part: Partition, kill_wait: int) -> Check:
-    """Whether a partition takes jobs, and what Slurm does to a job that must make room."""
+    """Return whether a partition takes jobs, and Slurm's action on a job that it preempts."""
     words = f"partition {part.name} is {part.state}, PreemptMode={part.preempt_mode}"
     seconds = part.grace_seconds + kill_wait
     if part.state != "UP":
@@ -179,7 +179,7 @@ def _held_job(options: list[str]) -> Iterator[Check]:
 
 
 def _network(runs_dir: Path, cluster: str | None, nodes: int) -> Iterator[Check]:
-    """Submit the probe as a run, wait for it, and tell what each size took."""
+    """Submit the probe as a run, wait for it, and print the time of each size."""
     from jobkit.run.journal import read_status
     from jobkit.run.rundir import RunDir
 

@@ -29,7 +29,7 @@ from jobkit.usage import program, show_examples
 
 WATCH_SECONDS = 2.0
 LEAST_SECONDS = 0.5
-"""More often nobody reads it, and many who watch share one file system."""
+"""Nobody reads a list more often, and all watchers share one file system."""
 
 ABSENT = "-"
 GAP = "  "
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _redraw(text: str) -> None:
-    """Replace what is on the terminal; in a pipe one list follows the other."""
+    """Replace the text on the terminal; in a pipe one list follows the other."""
     if not sys.stdout.isatty():
         print(text, flush=True)
         return
@@ -140,7 +140,7 @@ def _differing(rows: Sequence[Row]) -> list[str]:
 
 
 def _metrics(rows: Sequence[Row]) -> list[str]:
-    """The names of the first numbers in the rows' results, else in what they logged last."""
+    """The names of the first numbers in the rows' results, else in their newest logged values."""
     for source in ([row.results for row in rows], [row.logged for row in rows]):
         names = dict.fromkeys(
             name for values in source for name, value in values.items() if type(value) in (int, float)

@@ -75,7 +75,7 @@ class _Printer:
                 target.flush()
 
     def refuse_silence(self) -> None:
-        """Where the rank printed nothing: say why, or print what the job itself printed. Raises InputError."""
+        """If the rank printed nothing: say why, or print the job's own output. Raises InputError."""
         if self._attempt is not None:
             return
         numbers = [attempt.number for attempt in read_status(self.run).attempts]

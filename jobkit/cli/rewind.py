@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Go back, and say what was set aside and how the run continues."""
+    """Go back, and print the moved checkpoints and the command that continues the run."""
     runs = find([arguments.name], runs_dir_of(arguments.runs_dir))
     if len(runs) != 1:
         raise InputError(key="RUN", found=arguments.name, allowed="one run")

@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _why_not(now: View) -> str | None:
-    """Return what keeps a run from being removed."""
+    """Return the reason against the removal of a run; None without a reason."""
     path = now.run.path
     if not now.run.exists():
         return "it is gone"
@@ -121,7 +121,7 @@ def _aside(runs_dir: Path) -> Path:
 
 
 def _delete_leftovers(runs_dir: Path) -> None:
-    """Delete what is left of removals, as far as this user may."""
+    """Delete the rest of earlier removals, as far as this user may."""
     for path in _aside(runs_dir).iterdir():
         shutil.rmtree(path, ignore_errors=True)
 

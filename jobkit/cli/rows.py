@@ -51,7 +51,7 @@ class Row:
     """Name -> value: facts, params, results and metrics; None, or no entry, where there is nothing."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the whole status with what the list adds to it, for programs."""
+        """Return the whole status and the list's own fields, for programs."""
         added = ("run", "path", "state", "step", "total_steps", "eta", "waits", "job")
         return {**self.status, **{key: self.values[key] for key in added}, "values": dict(self.logged)}
 
@@ -88,7 +88,7 @@ def read_rows(runs: Iterable[RunDir]) -> list[Row]:
 
 
 def _waits(view: View | None) -> str | None:
-    """The runs that a run comes after, else Slurm's word for what its job waits for."""
+    """Return the runs that a run comes after, else Slurm's reason why its job waits."""
     if view is not None and (others := waits_for(view.run, view.status)):
         return others
     return view.job.reason if view is not None and view.job is not None and view.is_pending else None

@@ -101,7 +101,7 @@ def verified(view: View) -> dict[str, Any] | None:
 
 
 def describe(view: View, progress: Progress | None, now: float) -> list[str]:
-    """Return the status in lines for a person; the last says what to type next."""
+    """Return the status in lines for a person; the last line names the next command."""
     status, run, state = view.status, view.run, view.state
     newest = status.attempt
     if progress is not None and (newest is None or progress.attempt != newest.number):

@@ -30,7 +30,7 @@ TIMES = ("_runtime", "_per_second", "_preparation_time")
 """Ends of the names of Trainer's values that measure time."""
 
 COUNTED = ("_total_loss_scalar", "_globalstep_last_logged", "current_flos")
-"""Attributes of a Trainer, besides its state, that decide what it logs next."""
+"""Attributes of a Trainer, besides its state, that decide the next logged values."""
 
 
 STATE = ("epoch", "global_step", "num_input_tokens_seen", "total_flos", "best_metric", "best_global_step")
@@ -175,7 +175,7 @@ class JobkitCallback(transformers.TrainerCallback):
             self._loop.note_evaluation()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """Log what Trainer logs, by the names of its TensorBoard; what measures time as perf/..."""
+        """Log Trainer's values, by the names of its TensorBoard; times get names with perf/."""
         numbers = {name: value for name, value in (logs or {}).items() if isinstance(value, (int, float))}
         times = {f"perf/{name}": numbers[name] for name in numbers if name.endswith(TIMES)}
         self.ctx.log(rewrite_logs(_without_times(numbers)) | times)
@@ -186,7 +186,7 @@ class JobkitCallback(transformers.TrainerCallback):
 
 
 class Progress:
-    """What a Trainer itself knows of its training, on one rank: its state, sums, and the states of callbacks."""
+    """A Trainer's own progress on one rank: its state, sums, and the states of its callbacks."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer

@@ -91,7 +91,7 @@ class JobkitCallback(lightning.Callback):  # type: ignore[misc]
             trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Lightning has restored what its checkpoint holds. Raises UsageError where it read another one, or none."""
+        """Lightning has restored its checkpoint. Raises UsageError if it read another checkpoint, or none."""
         if (given := trainer.ckpt_path) != self.checkpoint and (given or self.checkpoint):
             raise UsageError(
                 f"trainer.fit got ckpt_path={given!r}, and the run stands at step {self.ctx.step}: write trainer.fit("

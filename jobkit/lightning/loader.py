@@ -46,7 +46,7 @@ class Iteration(Iterator[Any]):
         return batch
 
     def ids(self, ahead: int) -> list[int]:
-        """Return the ids of the samples of the newest batch, `ahead` batches before what was fetched."""
+        """Return the ids of the samples of the newest batch; `ahead` batches were fetched after it."""
         return self._pass.ids(self._pass.taken - 1 - ahead) if self._pass is not None else []
 
     def state(self, ahead: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a Trainer has in memory between two batches, beyond what Lightning's own checkpoint holds.
+"""The state of a Trainer between two batches that Lightning's own checkpoint does not hold.
 
     on_train_start: ctx.track --load_state_dict--> kept
     first batch:    apply() --> loops' progress, place in the data, results of self.log, metrics, modes
@@ -121,7 +121,7 @@ def _load_progress(loop: Any, state: Mapping[str, Any], prefix: str) -> None:
 
 
 def _result_state(result: Any) -> dict[str, Any]:
-    """Return what self.log has added up under a name; of a metric of torchmetrics the module has the state."""
+    """Return the sums of self.log under a name; a metric of torchmetrics keeps its state in the module."""
     names = RESULT if result.is_tensor else RESULT[2:]
     meta = {name: value for name, value in vars(result.meta).items() if name not in ("reduce_fx", "_sync")}
     return {

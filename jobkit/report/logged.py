@@ -1,4 +1,4 @@
-"""What a run has logged: the points of each scalar, and the last image of each tag.
+"""The logged values of a run: the points of each scalar, and the last image of each tag.
 
 tensorboard/events.out.tfevents.* --read_logged--> Logged(scalars, images)
 """
@@ -42,7 +42,7 @@ class Image:
 
 @dataclass
 class Logged:
-    """What one run has logged, by tag."""
+    """The logged values of one run, by tag."""
 
     scalars: dict[str, Series] = field(default_factory=dict)
     images: dict[str, Image] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Stretch(NamedTuple):
 
 
 def read_logged(folder: Path) -> Logged:
-    """Return what the event files in a folder hold; a record that is cut off ends its file."""
+    """Return the values in the event files of a folder; a record that is cut off ends its file."""
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
     logged = Logged()

@@ -1,1 +1,1 @@
-"""A run on disk: its config, its files, its journal and what follows from them. Nothing here starts a process."""
+"""A run on disk: its config, its files, its journal, and conclusions from them. Nothing here starts a process."""

@@ -27,7 +27,7 @@ _ENDS = {
 
 @dataclass(frozen=True)
 class Turn:
-    """What a run does that comes after others."""
+    """The next action of a run that comes after others."""
 
     action: Literal["start", "wait", "end"]
     words: str = ""

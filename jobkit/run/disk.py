@@ -28,7 +28,7 @@ _RUST = re.compile(r"\(os error (\d+)\)")
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Whether an exception, or one of its causes, says that nothing can be written until a person makes room."""
+    """Return whether an exception, or one of its causes, says that the disk or the quota is full."""
     while error is not None:
         number = getattr(error, "errno", None)
         if number is None and (match := _RUST.search(str(error))):

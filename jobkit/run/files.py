@@ -113,7 +113,7 @@ def read_json(path: Path, *, fresh: bool = False) -> Any:
 
 
 def is_there(path: Path) -> bool:
-    """Whether a file or folder exists, even if another host has made it a moment ago.
+    """Return whether a file or folder exists, even if another host has made it a moment ago.
 
     NFS remembers for 30 to 60 s that a name did not exist, unless its folder is read again.
     """

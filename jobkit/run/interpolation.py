@@ -21,10 +21,10 @@ KeyPath = tuple[str | int, ...]
 
 
 def resolve(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[KeyPath, tuple[str, Any]]]:
-    """The values, and the expressions (with their values) that config.yaml keeps: the ones that read the environment,
-    and the ones whose values would be read as an expression again.
+    """Return the values, and the expressions (with their values) that config.yaml keeps: expressions that read the
+    environment, and those whose values would be read as an expression again.
 
-    What an expression of config.yaml refers to has the same key there. Raises InputError.
+    A key that an expression of config.yaml names is also in config.yaml. Raises InputError.
     """
     if not _has_expression(raw):
         return dict(raw), {}  # a sweep of a thousand points would spend its time in OmegaConf

@@ -80,7 +80,7 @@ class Journal:
 
 
 def _append(file: Path, data: bytes) -> None:
-    """Append whole lines durably. What is behind the last line end is a line that a crash has cut off."""
+    """Append whole lines durably. Bytes behind the last line end are a line that a crash has cut off."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         end = os.lseek(descriptor, 0, os.SEEK_END)

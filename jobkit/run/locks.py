@@ -17,7 +17,7 @@ from jobkit.errors import JobkitError
 from jobkit.log import log
 
 SILENT_SECONDS = 2.0
-"""After this long a person is told what is waited for."""
+"""After so long a message names the lock."""
 
 
 class Lock:

@@ -64,7 +64,7 @@ def _devices(name: str, environ: Mapping[str, str]) -> list[str] | None:
 
 
 def _is_device(entry: str) -> bool:
-    """Whether an entry is a number, `0.1` for a part of a device, or an id as `GPU-8932f937`."""
+    """Return whether an entry is a number, `0.1` for a part of a device, or an id as `GPU-8932f937`."""
     return entry.replace(".", "").isdecimal() or entry.startswith(("GPU-", "MIG-"))
 
 

@@ -34,7 +34,7 @@ PATTERN = "events.out.tfevents.*"
 
 
 def rewind(folder: Path, position: Mapping[str, int]) -> None:
-    """Cut the event files back to a checkpoint's position: the next attempt writes again what came after it."""
+    """Cut the event files back to a checkpoint's position: the next attempt writes the later points again."""
     for file in folder.glob(PATTERN):
         size = position.get(file.name)
         if size is None:
@@ -76,7 +76,7 @@ class EventFile:
             self._waiting += record.getvalue()
 
     def write(self) -> None:
-        """Append what waits. Raises OSError where the disk does not take it: it waits on, and the file stays whole."""
+        """Append the waiting records. Raises OSError if the disk refuses them: they wait, and the file stays whole."""
         if not self._waiting:
             return
         with self.path.open("ab", buffering=0) as file:

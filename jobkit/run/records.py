@@ -175,7 +175,7 @@ RequestKind = Literal["cancel", "preempt", "stop"]
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a person asks a running attempt for. A request of another submission or attempt is stale."""
+    """A person's request to a running attempt. A request of another submission or attempt is stale."""
 
     kind: RequestKind
     token: str
@@ -207,7 +207,7 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class Lease:
-    """Who writes: one attempt, and of it one process. It changes under the begin lock alone."""
+    """The right to write, of one attempt and of one of its processes. It changes under the begin lock alone."""
 
     attempt: int
     """Ranks of other attempts publish nothing."""
@@ -306,7 +306,7 @@ class Began(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Ended(Event):
-    """An attempt ended: why, what is lost, what is next."""
+    """An attempt ended: the cause, the lost steps, the decision."""
 
     kind = "attempt ended"
     attempt: int
@@ -372,7 +372,7 @@ class Cancelled(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Rewound(Event):
-    """A person went back to a checkpoint; what came after it is in `branch`."""
+    """A person went back to a checkpoint; everything later is in `branch`."""
 
     kind = "rewound"
     step: int

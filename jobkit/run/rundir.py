@@ -67,7 +67,7 @@ class RunDir:
     """A link to the code snapshot of the newest submission."""
     notify_file = _Path("notify")
     notify_log = _Path("logs/notify.log")
-    """The command of `--notify`, and what it prints; both are for their owner alone."""
+    """The command of `--notify`, and its output; both are for their owner alone."""
     checkpoints = _Path("checkpoints")
     tensorboard = _Path("tensorboard")
     final = _Path("final")
@@ -80,7 +80,7 @@ class RunDir:
     trace_folder = _Path("trace")
     """Of a run of `jobkit verify`: its orders, and the values that its ranks came by."""
     outputs = _Path("outputs")
-    """The user's own: jobkit makes the folder where `${run_dir}` is used, and leaves alone what is in it."""
+    """The user's own files: jobkit makes the folder if `${run_dir}` is used, and touches nothing in it."""
     submitit = _Path("submitit")
     pickle_file = _Path("submitit/submitted.pkl")
     """The pickled Worker that each rank runs."""
@@ -119,7 +119,7 @@ class RunDir:
         return self.logs(attempt) / f"rank_{rank}.{stream}"
 
     def agent_log(self, attempt: int, node: str = "%N") -> Path:
-        """What an agent prints that was started for this attempt; srun puts the node's name in the place of `%N`."""
+        """The output of an agent that was started for this attempt; srun puts the node's name in the place of `%N`."""
         return self.logs(attempt) / f"agent_{node}.log"
 
     def srun_log(self, attempt: int) -> Path:
@@ -159,7 +159,7 @@ class RunDir:
         return is_there(self.config_file)
 
     def refuse_foreign(self) -> None:
-        """Raise InputError if another user wrote what executes as this one; a group may write in the directory."""
+        """Raise InputError if another user wrote files that would run as this user; a group may own the directory."""
         for path in (self.config_file, self.pickle_file, self.code):
             if is_there(path) and (owner := foreign_owner(path, self.path)) is not None:
                 raise InputError(f"belongs to {owner}, not to the run's owner", hint="submit the run again").at(path)
@@ -171,7 +171,7 @@ class RunDir:
         return read_resolved(self.config_file)
 
     def lease(self) -> Lease | None:
-        """Return who writes; None before the first attempt. Raises OSError: a disk that is away takes no lease away."""
+        """Return the lease; None before the first attempt. Raises OSError: a disk that is away takes no lease away."""
         try:
             return records.of(Lease, json.loads(read_fresh(self.lease_file)))
         except FileNotFoundError:
@@ -185,14 +185,14 @@ class RunDir:
         return records.read(Progress, self.progress_file)
 
     def ends(self, attempt: int) -> list[End]:
-        """Return what the ranks of an attempt have left, in the order of their ranks."""
+        """Return the Ends of an attempt's ranks, in the order of the ranks."""
         folder = self.ends_folder(attempt)
         files = folder.glob("*.json") if is_there(folder) else ()
         ends = [records.read(End, file) for file in files]
         return sorted((end for end in ends if end is not None), key=lambda end: end.rank)
 
     def start(self) -> Start | None:
-        """Return what the run begins with; None for a run that begins at step 0 with new weights."""
+        """Return the Start of a run with --from; None for a run that begins at step 0 with new weights."""
         return records.read(Start, self.start_file)
 
     def drill(self) -> Drill | None:

@@ -31,7 +31,7 @@ _TASK = r"([A-Za-z_][\w.]*:[A-Za-z_]\w*)?"
 
 
 def _field(allowed: str, is_allowed: Callable[[Any], bool], default: Any = dataclasses.MISSING) -> Any:
-    """A field whose value is checked: `allowed` is what an error says."""
+    """A field whose value is checked: an error says `allowed`."""
     return field(default=default, metadata={"allowed": allowed, "is_allowed": is_allowed})
 
 
@@ -345,4 +345,4 @@ DROPPED = {
     "retry.in_place": "a failed attempt always starts again on the nodes of the job as long as they can be used",
     "comm.powersgd_start": "PowerSGD begins as soon as torch allows it",
 }
-"""Keys of the second edition, and what takes their place."""
+"""Keys of the second edition, and their replacements."""

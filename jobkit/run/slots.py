@@ -108,7 +108,7 @@ class Page:
         _STOP.pack_into(self._memory, _STOP_AT, 1)
 
     def read(self) -> Beat:
-        """Return what the rank last said."""
+        """Return the rank's newest beat."""
         attempt, phase, step, moment, slowest, beats = _BEAT.unpack_from(self._memory, _BEAT_AT)
         return Beat(attempt, Phase(phase), step, moment, slowest, beats)
 

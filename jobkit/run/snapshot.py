@@ -30,7 +30,7 @@ MANIFEST = ".snapshot.json"
 MODULES = (".py", *importlib.machinery.EXTENSION_SUFFIXES)
 PROGRAMS = (*MODULES, *[".pyi", ".pyx", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".sh"])
 SOURCES = (*PROGRAMS, *[".yaml", ".yml", ".json", ".toml", ".cfg", ".ini", ".txt", ".j2"])
-"""Files that are code where no git says what is."""
+"""Endings of code files, for a folder without git."""
 
 MAX_FILE_BYTES = 2 << 20
 """A larger file that is no program is data."""
@@ -96,7 +96,7 @@ def _lock(runs_dir: Path) -> Lock:
 
 
 def is_intact(path: Path) -> bool:
-    """Whether a snapshot exists, belongs to this user and has the files that were copied."""
+    """Return whether a snapshot exists, belongs to this user and has the files that were copied."""
     files = read_json(path / MANIFEST, fresh=True)
     if not isinstance(files, dict) or foreign_owner(path):
         return False
@@ -216,7 +216,7 @@ class _Search:
         return InputError(f"more than {number}", hint=hint).at(self.folder)
 
     def _is_runs(self, name: Path) -> bool:
-        """Whether a folder is a runs directory: this one, or another with its locks."""
+        """Return whether a folder is a runs directory: this one, or another with its locks."""
         if name not in self._runs:
             path = self.folder / name
             self._runs[name] = (path / ".locks").is_dir() or path.resolve() == self.runs_dir

@@ -36,7 +36,7 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """What a run's journal says.
+    """The state of a run, as its journal says it.
 
     status = read_status(run)
     status.state                  # "running"

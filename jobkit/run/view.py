@@ -67,7 +67,7 @@ class View:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more happens to the run by itself."""
+        """True if nothing more happens to the run by itself."""
         return self.state not in UNDER_WAY
 
     @property

@@ -1,1 +1,1 @@
-"""Slurm's commands and their answers. Nothing here knows what a run is."""
+"""Slurm's commands and their answers. Nothing here knows about runs."""

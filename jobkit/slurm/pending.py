@@ -34,7 +34,7 @@ as PartitionDown, are left out."""
 
 
 def explain_reason(reason: str) -> str:
-    """Return Slurm's reason in plain words, with its own word; what Slurm adds, as the names of nodes, stays."""
+    """Return Slurm's reason in plain words, with its own word; additions of Slurm, as names of nodes, stay."""
     word = reason.partition(",")[0].strip().removeprefix("(").removesuffix(")")
     if word.startswith(("QOS", "Assoc")) and "PerJob" in word:
         whose = "its QOS" if word.startswith("QOS") else "your account"

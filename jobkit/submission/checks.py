@@ -1,4 +1,4 @@
-"""What can be refused before anything is queued: a task, a command or an input that is not there, a foreign directory.
+"""The refusals before anything is queued: a missing task, command or input, a directory of another user.
 
 Answers come from file names and syntax. Nothing of the user is imported: that would cost seconds of torch.
 submit.py calls `check`, the transaction the rest. Raises InputError with one hint.
@@ -69,7 +69,7 @@ def _check_runs_dir(plan: LaunchPlan) -> None:
 
 
 def is_installed() -> bool:
-    """Whether jobs of this Python find jobkit."""
+    """Return whether jobs of this Python find jobkit."""
     try:
         entries = distribution("jobkit").entry_points  # of all packages it would take 8 ms
     except PackageNotFoundError:

@@ -37,7 +37,7 @@ LINES_OF_LOG = 3
 
 
 class Follower:
-    """Shows what is new about a run."""
+    """Shows the news of a run."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run

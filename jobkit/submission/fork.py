@@ -50,14 +50,14 @@ class Fork:
     """
 
     parent: RunDir
-    """It may be gone: a run that has begun has what it needs."""
+    """It may be gone: a run that has begun has its own copy."""
     step: int | None
     """None: the newest checkpoint."""
     weights_only: bool
 
     @classmethod
     def of(cls, word: str, *, weights_only: bool, runs_dir: Path) -> Fork:
-        """Return what RUN or RUN@STEP means. Raises InputError."""
+        """Return the Fork of RUN or RUN@STEP. Raises InputError."""
         name, sign, step = word.rpartition("@") if "@" in word else (word, "", "")
         if sign and not (name and step.isdecimal()):
             raise InputError(key=OPTION, found=word, allowed="RUN or RUN@STEP, as digits-11f5f19c@300")
@@ -65,7 +65,7 @@ class Fork:
 
     @property
     def text(self) -> str:
-        """What the hash of the new run contains."""
+        """The start, as text for the hash of the new run."""
         step = "" if self.step is None else f"@{self.step}"
         return f"{self.parent.name}{step}{' weights' if self.weights_only else ''}"
 
@@ -104,7 +104,7 @@ class Fork:
         raise InputError(f"{self.parent.name} has deleted it meanwhile", key=OPTION, found=self.text, hint="try again")
 
     def describe(self, plan: LaunchPlan, step: int) -> str:
-        """Return what the run begins with, and what its config has differently, in a line."""
+        """Return a line about the checkpoint that the run begins with, and about differences in the config."""
         weights = " with the weights" if self.weights_only else ""
         words = f"starts{weights} from step {step} of {self.parent.name}"
         changed = [f"{key} {before} -> {now}" for key, before, now in self._differences(plan)]

@@ -75,7 +75,7 @@ SRUN_OWNED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """A cluster entry, sorted by what it is for."""
+    """A cluster entry, sorted by use."""
 
     resources: dict[str, Any] = field(default_factory=dict)
     """Keys of `resources:` that hold on this cluster."""

@@ -93,7 +93,7 @@ def submit(plan: LaunchPlan, token: str, pass_fds: Sequence[int] = ()) -> str:
 
 
 def write_task(plan: LaunchPlan, task: int) -> None:
-    """Write what the job of a task needs that goes on by itself: its successor has the same number in an array."""
+    """Write the files of a task whose job goes on by itself: its successor has the same number in an array."""
     DelayedSubmission(Worker(str(plan.run.path))).dump(plan.run.pickle_file)
     write_atomic(plan.run.batch_script, SlurmExecutor(plan).script({task: plan.run}), durable=False, mode=FOR_OWNER)
 
@@ -128,7 +128,7 @@ def definitions(plan: LaunchPlan, tasks: Mapping[int, RunDir] | None = None) -> 
 
 
 def patiently(ask: Callable[[], T], retries: Callable[[SchedulerError], bool] = commands.is_away) -> T:
-    """What `ask` returns. A controller that is away is asked again for a minute, and the user hears of it."""
+    """Return the answer of `ask`. A controller that is away is asked again for a minute, and the user hears of it."""
     deadline, is_silent = time.monotonic() + PATIENCE_SECONDS, True
     while True:
         try:

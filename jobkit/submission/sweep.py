@@ -73,7 +73,7 @@ class Sweep:
 
 @dataclass(kw_only=True)
 class SweepOutcome:
-    """What the submission of a sweep did."""
+    """The outcome of a sweep's submission."""
 
     sweep: Sweep
     states: dict[str, str] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class SweepOutcome:
         return counted([self.states.get(plan.run.name, "new") for plan in self.sweep.plans])
 
     def as_json(self) -> dict[str, Any]:
-        """Return what `--json` prints."""
+        """Return the values of `--json`."""
         runs = [
             {"run": plan.run.name, "dir": str(plan.run.path), "state": state, "started": state == "started"}
             for plan in self.sweep.plans

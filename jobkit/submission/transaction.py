@@ -39,7 +39,7 @@ Which = Literal["newest", "new", "this"]
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a submission did."""
+    """The outcome of a submission."""
 
     run: RunDir
     before: View

@@ -173,7 +173,7 @@ class Agents:
             self._write(agent.connection, message)
 
     def acknowledge_exits(self) -> None:
-        """Tell all agents that what they said of their ranks' ends is in the journal by now."""
+        """Tell all agents that the ends of their ranks are in the journal."""
         for agent in self.by_node.values():
             serials, agent.to_acknowledge = agent.to_acknowledge, set()
             for serial in serials:

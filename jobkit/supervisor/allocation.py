@@ -124,7 +124,7 @@ class Allocation:
         return Look(asked=time.monotonic())
 
     def room(self, tenure: Tenure, look: Look, placement: Placement) -> Room:
-        """Return what the job can still do after an attempt."""
+        """Return the room that the job has after an attempt."""
         return Room(in_place=lambda without: True)
 
     def again(self, tenure: Tenure, decision: Decision, lost: Collection[str]) -> None:

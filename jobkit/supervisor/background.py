@@ -35,7 +35,7 @@ class Background(Generic[T]):
         self._poked.set()
 
     def take(self) -> list[T]:
-        """Return what arrived since the last call. Raises what `look` raised: the supervisor starts again."""
+        """Return the results since the last call. Raises the error of `look`: the supervisor starts again."""
         if self._error is not None:
             raise self._error
         return [self._answers.get() for _ in range(self._answers.qsize())]  # no other thread takes

@@ -97,7 +97,7 @@ def end_attempt(tenure: Tenure, facts: Facts, room: Room) -> Decision:
 
 
 def facts_of_rescue(me: Me, dead_node: str | None) -> Facts:
-    """Return what an agent knows whose supervisor is gone, with the node of the batch script or without it."""
+    """Return the facts of an agent whose supervisor is gone, with or without the node of the batch script."""
     if dead_node is not None:
         return Facts(word=me.word(), lost_nodes=[LostNode(node=dead_node, why="it held the batch script, and is gone")])
     return Facts(word=me.word(), asked=("killed", "the batch script was killed"))

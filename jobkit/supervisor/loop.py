@@ -4,7 +4,7 @@
     Slurm thread --Look-----> (waits in    --close---------> journal (attempt.py)
     disk thread  --Request--> a selector)  --again---------> Allocation
 
-The main thread decides, and asks neither Slurm nor a slow disk while ranks live. What is unexpected ends the process:
+The main thread decides, and asks neither Slurm nor a slow disk while ranks live. An unexpected error ends the process:
 job.sh starts it again, and the ranks train on meanwhile.
 """
 
@@ -60,7 +60,7 @@ T = TypeVar("T")
 
 
 def once_there_is_room(act: Callable[[], T], wait: Callable[[], object]) -> T:
-    """Return what `act` returns. A full disk is waited for, FULL_DISK_SECONDS at most; then OSError."""
+    """Return the result of `act`; on a full disk try again for FULL_DISK_SECONDS, then raise OSError."""
     deadline = time.monotonic() + FULL_DISK_SECONDS
     while True:
         try:
@@ -141,7 +141,7 @@ class Supervisor:
     def _next(self) -> Running:
         """Begin an attempt and start its ranks; without ranks if they cannot be started or there is a reason to stop.
 
-        Such an attempt is closed at once: that it was tried, and why it ended, belongs in the journal.
+        Such an attempt is closed at once: its reason belongs in the journal.
         """
         until = time.monotonic() + attempts.pause(self.tenure)
         while time.monotonic() < until and self._reason() is None:
@@ -189,7 +189,7 @@ class Supervisor:
     # While ranks live
 
     def _turn(self, until: float = math.inf) -> None:
-        """Take in what happened, or wait for it a second at most, and press ranks that have to end."""
+        """Take in news, or wait for them a second at most, and press ranks that have to end."""
         now, running = time.monotonic(), self.running
         self._slurm.every = UNCLEAR_SECONDS if now - self._unclear_since < EXPLANATION_SECONDS else QUIET_SECONDS
         change = math.inf if running is None else running.next_change(now)
@@ -273,7 +273,7 @@ class Supervisor:
     # End
 
     def _close(self, running: Running) -> Decision:
-        """Journal the end of an attempt, once Slurm has explained what needs its word."""
+        """Journal the end of an attempt, after Slurm's explanation where it needs one."""
         facts = running.facts
         if running.signalled is not None:
             while self._may_be_ended():

@@ -102,7 +102,7 @@ def _excluded(journal: Journal, job: Job, more: Collection[str]) -> list[str]:
 
 
 def _would_start(journal: Journal, job: Job, without: Collection[str]) -> bool:
-    """Whether Slurm would ever start the job: others of the partition may not have what it asks for, as a feature."""
+    """Return whether Slurm would ever start the job: the partition's other nodes may lack a feature of its request."""
     options = [f"--exclude={','.join(_excluded(journal, job, without))}", *_own_task(journal)]
     try:
         commands.run("sbatch", "--test-only", *options, str(journal.run.batch_script), environment=clean_environment())

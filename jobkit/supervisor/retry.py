@@ -193,7 +193,7 @@ def _reason_to_fail(
 
 
 def _has_trained(ended: Ended) -> bool:
-    """Whether a step was behind it, its own or one of a checkpoint: it may have died before it could report any."""
+    """Return whether the run had a step by then, its own or a checkpoint's: a death may come before a report."""
     return any(step is not None and step > 0 for step in (ended.last_step, ended.first_step, ended.step))
 
 

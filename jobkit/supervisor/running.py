@@ -83,7 +83,7 @@ class Running:
         self._kill(max(now, end - margin / 8))
 
     def note(self, agent: Agent, news: News, now: float) -> None:
-        """Take in what an agent said, or that it is gone."""
+        """Take in an agent's message, or its loss."""
         match news:
             case Exited() if news.attempt == self.attempt and news.rank in self.alive:
                 self._exited(agent, news, now)
@@ -108,7 +108,7 @@ class Running:
                 return
 
     def cannot_start(self, problem: str | LostNode) -> None:
-        """Note what kept the ranks from being started at all."""
+        """Note the reason why no rank could be started."""
         if isinstance(problem, LostNode):
             self.facts.lost_nodes.append(problem)
         else:

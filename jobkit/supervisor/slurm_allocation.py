@@ -36,7 +36,7 @@ STEP_NUMBERS = 4
 """How many starts of a job in a row number their steps differently."""
 
 PER_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK")
-"""Variables of a job that srun takes for options: an agent needs what all ranks of its node need."""
+"""Variables of a job that srun takes for options: an agent needs the resources of all ranks of its node."""
 
 
 @dataclass(eq=False)

@@ -103,7 +103,7 @@ class Starter:
         return places
 
     def messages(self, number: int, nodes: Sequence[str], ends: float) -> dict[str, Start]:
-        """Return what the agent of each node is told to start as attempt `number`, whose time is over at `ends`."""
+        """Return the Start message for the agent of each node; attempt `number` has time until `ends`."""
         places = self.places(nodes)
         first = self.agents.by_node.get(nodes[0])
         count = len({place.node for ours in places.values() for place in ours})

@@ -20,7 +20,7 @@ TIMES_SLOWEST = 20.0
 """`watchdog: auto` waits this many times as long as the slowest step so far took."""
 
 OUTSIDE_LOOP_SECONDS = 1800.0
-"""The least for what is no step: imports, the model, the first step (compilation), the last checkpoint, the end."""
+"""The least outside of steps: imports, the model, the first step (compilation), the last checkpoint, the end."""
 
 GAP_SECONDS = 30.0
 """An agent that has not looked for this long was stopped itself, as the ranks may have been (`scontrol suspend`): they

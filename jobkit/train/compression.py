@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from jobkit.run.schema import CommConfig
 
 MEMORY = ("error_dict", "p_memory_dict", "q_memory_dict", "iter")
-"""The state of PowerSGD: on each rank, what it has not sent yet."""
+"""The state of PowerSGD: each rank's parts of gradients that it has not sent yet."""
 
 
 class Compression:

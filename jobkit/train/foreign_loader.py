@@ -41,7 +41,7 @@ Batch = tuple[int, int]
 
 
 class Form(NamedTuple):
-    """What the code may change between two attempts; None where nothing tells."""
+    """Sizes that the code may change between two attempts; None if unknown."""
 
     batch_size: int | None
     length: int | None

@@ -4,7 +4,7 @@
     module --stage, tensor_plan, fully_shard--> parts of it  --DDP, Pipeline--> the module that the function calls
            --weights.py--> rank 0's weights
 
-context.py and step.py call this. What is not spread stays as it is: on a single rank that is everything.
+context.py and step.py call this. On a single rank nothing is spread.
 """
 
 from __future__ import annotations
@@ -315,7 +315,7 @@ def _is_divided(parameter: nn.Parameter) -> bool:
 
 
 class GradientOrders:
-    """The orders of all DDP modules of a run: what a checkpoint holds of DDP."""
+    """The gradient orders of all DDP modules of a run: DDP's state in a checkpoint."""
 
     def __init__(self) -> None:
         self._orders: list[GradientOrder] = []

@@ -35,7 +35,7 @@ Say = Callable[[str, Any, Any, str], None]
 
 
 def is_stream(dataset: Any) -> bool:
-    """Return whether a dataset can only be read from its beginning on. Raises UsageError for what is no dataset."""
+    """Return whether a dataset can only be read from its beginning. Raises UsageError for any other object."""
     kind = type(dataset).__name__
     if isinstance(dataset, DataLoader):
         raise UsageError(f"ctx.loader takes a dataset, not a {kind}: give it the {kind}'s dataset, or ctx.batches it")
@@ -129,7 +129,7 @@ def _parts_of(dataset: Any, global_batch_size: int) -> int:
 
 
 class _Reader(IterableDataset[Any]):
-    """What a worker runs: (batch, states, epoch, digest of the first sample) of the batches that are its turn."""
+    """A worker's dataset: (batch, states, epoch, digest of the first sample) of the batches that are its turn."""
 
     def __init__(self, stream: Stream, done: int) -> None:
         self._stream, self._done, self._states = stream, done, stream.states

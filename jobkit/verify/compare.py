@@ -125,7 +125,7 @@ def _of_rank(first: Sequence[Place], second: Sequence[Place], ignored: Collectio
 
 
 def _key(place: Place) -> tuple[int | None, str]:
-    """Return what a place has in common with that of another run. A run has one end, at whichever step."""
+    """Return the key by which places of two runs are compared. A run has one end, at any step."""
     return (None if place.event == "end" else place.step), place.event
 
 
@@ -156,7 +156,7 @@ def _number(bits: str | None) -> float | None:
 
 
 def _results(place: Place) -> dict[str, str]:
-    """Return what the training function returned, by name; as text, because a NaN is not equal to itself."""
+    """Return the training function's result, by name; as text, because a NaN is not equal to itself."""
     if not isinstance(place.result, dict):
         return {"result": json.dumps(place.result)}
     return {f"result/{name}": json.dumps(value) for name, value in place.result.items()}
@@ -182,7 +182,7 @@ def differing_values(first: Trace, second: Trace) -> frozenset[str]:
 
 
 def seen(trace: Trace) -> list[str]:
-    """Return what a straight run shows for a comparison, in words."""
+    """Return the kinds of values that a straight run shows, in words."""
     places = [place for places in trace.values() for place in places]
     words = ["samples"] if any(place.samples for place in places) else []
     words += ["logged values"] if any(place.values for place in places) else []

@@ -1,4 +1,4 @@
-"""The words of a verification: what was done, what differs first, and where to look."""
+"""The words of a verification: the interruptions, the first difference, and its usual cause."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ WORDS_OF: dict[Kind, tuple[str, str]] = {
         "the lines after the loop read something that no checkpoint holds, as a best value so far",
     ),
 }
-"""Kind of a difference -> what differs, and the conclusion."""
+"""Kind of a difference -> the difference in words, and the conclusion."""
 
 
 def difference_lines(difference: Difference, items: Collection[Interruption]) -> list[str]:
-    """Return what differs first, and the conclusion."""
+    """Return the first difference in words, and the conclusion."""
     place = difference.place
     before = [item for item in items if item.attempt == place.attempt - 1]
     after = f", after the {interruption_words(before[0])}" if before else ""

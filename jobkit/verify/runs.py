@@ -77,7 +77,7 @@ class Verification:
     """True if a framework writes files of its own: they go to the disk where a snapshot was meant."""
 
     def run(self) -> Report:
-        """Run everything that is needed. Raises RunFailed, and what a submission raises."""
+        """Run everything that is needed. Raises RunFailed, and the errors of a submission."""
         shutil.rmtree(self.runs_dir, ignore_errors=True)
         began = time.monotonic()
         straight = self._trace("straight", [])
@@ -199,7 +199,7 @@ def _nondeterministic(change: Difference) -> list[str]:
 
 
 def _notes(straight: Trace) -> list[str]:
-    """Return lines about what no comparison sees, and no restart puts back."""
+    """Return lines about values that no comparison sees, and about files that no restart restores."""
     hints = {
         "samples": "ctx.loader and ctx.batches show them, but for streams",
         "logged values": "ctx.log shows them",

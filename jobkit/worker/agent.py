@@ -169,7 +169,7 @@ class Agent:
         return lambda: run_rank_program(run)
 
     def let_go(self) -> None:
-        """Close what is the agent's: a supervisor must see the agent's death, and nobody else may keep its locks."""
+        """Close the agent's sockets and files: a supervisor must see its death, and nobody else may keep its locks."""
         self._signals.close()
         self.link.close()
         for page in self.children.pages:
@@ -228,7 +228,7 @@ class Agent:
             self.children.stop_all(number)
 
     def _go_on_alone(self) -> bool:
-        """Call the supervisor again, and do what has to be done without one; False at the end."""
+        """Call the supervisor again, and act without a supervisor meanwhile; False at the end."""
         if self.link.connect(self._hello()):
             self.alone.end(self.children)
             if self._ready is not None:
@@ -238,7 +238,7 @@ class Agent:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of what ranks leave behind, so that it can be ended."""
+    """Become the parent of processes that ranks leave behind, so that the agent can end them."""
     PR_SET_CHILD_SUBREAPER = 36
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 

@@ -73,7 +73,7 @@ class Alone:
         self._helper, self._kill_at, self._is_over = None, None, False
 
     def go_on(self, link: Link, children: Children) -> bool:
-        """Do what is due now; return False when the agent has to end."""
+        """Do the action that is due; return False when the agent has to end."""
         now = time.monotonic()
         if self._is_over or (self._stop_at is not None and now > self._stop_at):
             self._stop(children)

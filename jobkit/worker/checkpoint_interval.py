@@ -84,7 +84,7 @@ class AutoInterval:
 
     @property
     def seconds(self) -> float:
-        """Young's interval, at most MAX_SECONDS or what MAX_OVERHEAD asks for, at least what the disk can take."""
+        """Young's interval, at most MAX_SECONDS or as MAX_OVERHEAD asks for, at least two times a write to the disk."""
         if self.cost is None:
             return FIRST_SECONDS
         longest = max(MAX_SECONDS, self.cost / MAX_OVERHEAD)
@@ -93,7 +93,7 @@ class AutoInterval:
 
 @dataclass
 class Clock:
-    """One of the two schedules. `steps` or `seconds` decide, or `auto` changes `seconds`."""
+    """The time of the next save. `steps` or `seconds` decide, or `auto` changes `seconds`."""
 
     steps: int | None = None
     seconds: float | None = None

@@ -90,12 +90,12 @@ class Checkpoints:
         return self.checkpointer.stage(boundary.step, self.tracked.entries, extra, self.write_files)
 
     def _extra(self, boundary: Boundary) -> dict[str, Any]:
-        """Return what a checkpoint holds beside the entries."""
+        """Return the values of a checkpoint beside its entries."""
         results = {name: repr(value) for name, value in self.results.items()}  # JSON has no NaN
         return {"boundary": asdict(boundary), "tensorboard": self.reporter.position(), "results": results}
 
     def begin_with(self, extra: dict[str, Any]) -> Boundary:
-        """Take up what the checkpoint holds that the attempt begins with; returns its boundary."""
+        """Take these values from the checkpoint that the attempt begins with; returns its boundary."""
         self.results = {name: float(text) for name, text in extra["results"].items()}
         return Boundary(**extra["boundary"])
 
@@ -133,7 +133,7 @@ class Checkpoints:
     _error: str | None = None
 
     def look(self) -> None:
-        """Take in what became of saves."""
+        """Take in the outcomes of saves."""
         for outcome in self.checkpointer.collect():
             self._error = outcome.error
             if outcome.error is not None:

@@ -84,7 +84,7 @@ class Children:
 
     @property
     def needs_looks(self) -> bool:
-        """True while the kernel sends no signal for what is waited for."""
+        """True while the kernel sends no signal about the processes that are waited for."""
         return any(child.is_stopping or child.code is not None for child in self._alive.values())
 
     # Ends
@@ -139,7 +139,7 @@ class Children:
     def is_gone(self) -> bool:
         """True once nothing of the attempt is left; kill what ranks have left behind, unless all have finished.
 
-        It would use the devices that the next ranks need. What finished ranks leave running is the user's.
+        It would use the devices that the next ranks need. Processes that finished ranks leave running are the user's.
         """
         if self._alive:
             return False

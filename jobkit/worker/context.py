@@ -152,7 +152,7 @@ class Context:
         Context._current = self
 
     def _take_weights(self, start: Start) -> None:
-        """Begin with the weights of another run's checkpoint. Raises CheckpointError where what --from took is gone."""
+        """Begin with the weights of another run's checkpoint. Raises CheckpointError if the copy of --from is gone."""
         folder = self._rank.run.start_folder / self._rank.run.checkpoint(start.step).name
         if not start.weights_only or not is_there(folder):
             gone = f"the checkpoint of step {start.step} of {start.run}, which this run begins with, is gone"
@@ -427,7 +427,7 @@ class Context:
         self._reporter.begin(self.step, position, repeats)
 
     def _restore_again(self) -> None:
-        """At the first batch within an epoch: undo what the lines before it changed."""
+        """At the first batch within an epoch: undo the changes of the lines before it."""
         begun = self._checkpointer.restored
         self._tracked.restore_again()
         if self._checkpointer.restored is not begun:

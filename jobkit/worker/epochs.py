@@ -45,7 +45,7 @@ class Epochs:
         self._bases: list[list[int]] = []
         """Of each pass in the epoch so far, of each of its loaders: the number that it was drawn from."""
         self._forms: dict[int, list[Form]] = {}
-        """Of each pass, of each of its loaders: what the code may change between two attempts."""
+        """Of each pass, of each of its loaders: sizes that the code may change between two attempts."""
         self._passes: list[Pass] = []
         """The pass under way: one for each loader."""
         self._resumed: Mapping[str, Any] | None = None
@@ -183,7 +183,7 @@ class Epochs:
         return {**state, "taken": 0, "skipped": done}
 
     def _say_changes(self, before: Sequence[Form], now: Sequence[Form], states: Sequence[Any]) -> None:
-        """Warn on rank 0 of what the code has changed since the attempt before."""
+        """Warn on rank 0 of sizes that the code has changed since the attempt before."""
         for old, new, state in zip(before, now, states, strict=True):
             done = 0 if state is None else state["skipped"] + state["taken"] * (new.batch_size or 1)
             consequence = f"the epoch goes on after {done} samples of each rank" if done else "it counts from here on"

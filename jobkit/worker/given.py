@@ -35,7 +35,7 @@ class Given:
         self._now: dict[str, Any] = {}
         self._then: Mapping[str, Any] = {}
         self.is_start = False
-        """True if this attempt begins with another run's checkpoint: what the code gives now holds."""
+        """True if this attempt begins with another run's checkpoint: then the code's options win."""
         self.changes: dict[str, str] = {}
         """`optimizer.lr` -> `0.3 -> 0.01`, as far as the restored values gave way."""
 
@@ -44,7 +44,7 @@ class Given:
         return isinstance(value, (Optimizer, LRScheduler))
 
     def note(self, name: str, value: Any) -> None:
-        """Take in what the function gave, before it is restored."""
+        """Note the options of an object, before it is restored."""
         if isinstance(value, Optimizer):
             self._now[name] = [_plain(_options(group)) for group in value.param_groups]
         elif isinstance(value, LRScheduler):
@@ -60,7 +60,7 @@ class Given:
             self._now |= state
 
     def apply(self, objects: Mapping[str, Any]) -> None:
-        """Let what is given otherwise now hold in objects that were restored."""
+        """Set the options that differ now in objects that were restored."""
         known = {name: value for name, value in objects.items() if name in self._then and name in self._now}
         schedules = {name: value for name, value in known.items() if isinstance(value, LRScheduler)}
         in_charge = {name for name, schedule in schedules.items() if schedule.get_last_lr() == _rates(schedule)}
@@ -126,7 +126,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return what of a value is plain; of a mapping without the other items."""
+    """Return the plain part of a value; of a mapping its plain items."""
     if isinstance(value, Mapping):
         return dict(_plain_items(value))
     if isinstance(value, (list, tuple)):

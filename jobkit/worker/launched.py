@@ -119,7 +119,7 @@ def begin(loaded: Loaded, run: RunDir, launch: Launch) -> Launched | None:
 
 
 def _begin(launched: Launched, loaded: Loaded, launch: Launch) -> int | None:
-    """On rank 0: write what a submission writes, and begin the attempt; returns its number, None for a finished run."""
+    """On rank 0: write the files of a submission, and begin the attempt; returns its number, None if it is finished."""
     run = launched.rank.run
     with run.submit_lock():
         before = view(run, locked=True)
@@ -206,7 +206,7 @@ def _disks(rank: Rank, ranks: RankGroup) -> tuple[tuple[int, ...], ...]:
 
 
 def _prepare_disks(rank: Rank, loaded: Loaded, ranks: RankGroup, disks: tuple[tuple[int, ...], ...]) -> None:
-    """Write on each disk that is not rank 0's what its ranks read there."""
+    """Write the files that ranks read, on each disk that is not rank 0's."""
     lease = ranks.broadcast(rank.run.lease() if ranks.is_main else None)
     if rank.rank in [disk[0] for disk in disks[1:]]:
         rank.run.checkpoints.mkdir(parents=True, exist_ok=True)

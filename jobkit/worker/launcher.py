@@ -30,7 +30,7 @@ class Topology:
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """The variables in which one launcher tells each process its place; None for what it does not tell."""
+    """The variables in which one launcher tells each process its place; None for a number that it does not give."""
 
     name: str
     rank: str

@@ -95,7 +95,7 @@ class Link:
         return self._serial
 
     def tell(self, message: Message) -> None:
-        """Send a message; without a connection only what has to be acknowledged is kept."""
+        """Send a message; without a connection only messages that need an acknowledgement are kept."""
         if isinstance(message, (Exited, Signalled)):
             self._kept[message.serial] = message
         if self._socket is not None:

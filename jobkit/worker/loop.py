@@ -156,7 +156,7 @@ class Loop:
         self._settle(is_last=is_last, due=due)
 
     def _settle(self, *, is_last: bool, due: bool) -> None:
-        """Agree, and do what was decided."""
+        """Agree, and carry out the decision."""
         if self.trace is not None:
             self.trace.write(self.boundary, "boundary", self._state())
         decision = self._agree(is_last=is_last)

@@ -3,7 +3,7 @@
     begin_step .. data, forward .. end of the last forward | backward: all ranks wait for each other's gradients
     own seconds --in each agreement's all-reduce--> rank 0 --median--> progress.json --> status
 
-loop.py owns the clock. What a rank computes in and after backward is not seen; DDP's broadcast of buffers, a wait
+loop.py owns the clock. The work in and after backward is not seen; DDP's broadcast of buffers, a wait
 within the forward, makes ranks look alike.
 """
 
@@ -25,7 +25,7 @@ WINDOW = 9
 
 
 class HostEvent:
-    """What torch.cuda.Event is on a stream, for a device whose work is done when a call returns."""
+    """A torch.cuda.Event for a device whose work is done when a call returns."""
 
     def record(self) -> None:
         self._time = time.perf_counter()

@@ -36,7 +36,7 @@ DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/davinci")
 
 
 def import_for_ranks(run: RunDir, config: Config) -> str:
-    """Import what ranks need, before they are forked; return why a fork would be no good then, or an empty text."""
+    """Import the modules of ranks before the fork; return the reason against a fork, or an empty text."""
     # numpy's OpenBLAS starts its threads when it is imported; ranks have as many cores as they were given.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("OMP_NUM_THREADS", str(config.resources.cpus_per_task))

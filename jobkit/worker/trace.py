@@ -68,7 +68,7 @@ class Trace:
         self._values |= {name: struct.pack("<d", float(value)).hex() for name, value in values.items()}
 
     def write(self, boundary: Boundary, event: str, state: Mapping[str, str], **more: Any) -> None:
-        """Write a line: the place, what happened since the line before, and digests of the state."""
+        """Write a line: the place, values and samples since the line before, and digests of the state."""
         line = {
             **asdict(boundary),
             "event": event,
