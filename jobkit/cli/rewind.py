@@ -3,21 +3,26 @@
     checkpoints/step_00000300  best -> it   final/   tensorboard/ (a copy)  --> checkpoints/branches/1/
     journal: `rewound`, so that the run is interrupted; the next attempt begins at the step, and cuts its curves there
 
-Under the run's submit lock, as a submission: no job lives, and none begins. The event is written last: a command that
-was killed is completed by the same command.
+Under the run's submit lock, as a submission: no job lives, and none begins. Ranks may outlive their job for a while:
+without the lease they save nothing more. The event is written last: a command that was killed is completed by the same
+command.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import secrets
 import shutil
+import socket
 import time
 from pathlib import Path
 
 from jobkit.errors import EXIT_FINISHED, InputError
+from jobkit.run import records
 from jobkit.run.files import sync_folder, user_name
 from jobkit.run.journal import Journal, events
-from jobkit.run.records import Rewound
+from jobkit.run.records import Lease, Rewound
 from jobkit.run.rundir import CHECKPOINT, RunDir
 from jobkit.run.runs import WORDS, find, runs_dir_of
 from jobkit.run.view import UNDER_WAY, View, view
@@ -67,6 +72,10 @@ def _rewind(run: RunDir, step: int, now: View) -> Rewound:
         allowed = ", ".join(map(str, steps[:-1])) or "an earlier checkpoint; there is none, --fresh begins anew"
         problem = "it is the newest: the run continues from it anyway" if is_end else ""
         raise InputError(problem, key=f"{run.name}: STEP", found=step, allowed=allowed)
+    with run.begin_lock():
+        word, host = secrets.token_hex(8), socket.gethostname()
+        lease = Lease(attempt=0, writer=word, token="", job_id="", host=host, pid=os.getpid())
+        records.write(run.lease_file, lease)
     branch.mkdir(parents=True, exist_ok=True)
     _set_aside(run, step, branch)
     attempt = now.status.open_attempt

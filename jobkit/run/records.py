@@ -5,7 +5,7 @@
     ends/<attempt>/<rank>.json    End           each rank, as its last act    supervisor
     requests/<kind>.json          Request       commands                      supervisor
     start.json                    Start         the submission, --from        ranks, status
-    lease.json                    Lease         supervisor (`attempt.begin`)  ranks, agents, every append
+    lease.json                    Lease         supervisor, `rewind`          ranks, agents, every append
     supervisor.json               Contact       supervisor                    its agents
     events.jsonl                  an Event each the holder of the lease       everybody, as the Status that follows
 

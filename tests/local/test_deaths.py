@@ -8,6 +8,8 @@ import signal
 
 from harness.runs import Project, is_alive, wait_until
 
+from jobkit.run.view import view
+
 
 def test_any_number_of_deaths_in_one_run(project: Project) -> None:
     """Ranks, one and two, the agent and an exception: each costs an attempt, none the run."""
@@ -74,3 +76,17 @@ def test_the_job_script_is_killed_too_and_the_same_command_continues(project: Pr
     project.jobkit("cancel", "-y", launch.run.name)
     launch.wait_until_over()
     assert launch.status.state == "cancelled"
+
+
+def test_ranks_that_outlive_their_job_save_nothing_after_a_rewind(project: Project) -> None:
+    launch = project.submit("--local", "--detach", steps=100_000, step_seconds=0.05)
+    launch.wait_until(lambda me: (me.run.durable_step() or 0) >= 20, "two checkpoints")
+    agent, rank = launch.agent_pid(), launch.rank_pid(0)
+    launch.kill_job_script()
+    wait_until(lambda: view(launch.run).state == "lost", "the end of the job")
+    project.jobkit("rewind", launch.run.name, "10")
+    wait_until(lambda: not is_alive(rank) and not is_alive(agent), "the end of the ranks")
+    assert launch.run.durable_steps() == [10]
+    project.jobkit("resume", launch.run.name, "--detach")
+    launch.wait_for_attempt(2).end_training().wait_until_over()
+    assert launch.ends[-1].first_step == 10
