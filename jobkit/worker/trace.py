@@ -90,7 +90,13 @@ class Trace:
         frame = sys._getframe()
         while frame is not None and frame.f_code is not self.function:
             frame = frame.f_back  # type: ignore[assignment]
-        return _plain(frame.f_locals if frame is not None else {})
+        if frame is None:
+            return {}
+        values = frame.f_locals
+        plain = _plain(values)
+        if isinstance(values, dict):  # before Python 3.13 the frame keeps it, and with it this step's tensors
+            values.clear()
+        return plain
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, str]:
