@@ -112,14 +112,16 @@ def with_counts(config: Config, scheduler: str, gpus_per_node: int | None) -> Co
 
 
 def idle_devices(config: Config, ranks: int, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return a warning where a variable as CUDA_VISIBLE_DEVICES names more devices than the `ranks` of this machine
-    use.
+    """Return a warning where `ranks` use no device of this machine, or fewer than a variable as CUDA_VISIBLE_DEVICES
+    names; `device: cpu` says that none is wanted.
 
     Without the variable a run of one rank on a machine with eight devices is nothing special.
     """
     name, devices = visible_devices(config.device, environ)
     variable, used = KINDS[name].visible, ranks * config.resources.devices_per_rank
-    if variable is None or variable not in environ or not devices or not 0 < used < len(devices):
+    if devices and not used:
+        return f"the run trains on the CPU, beside {len(devices)} {name} device(s): resources.gpus_per_task=1 uses them"
+    if variable is None or variable not in environ or not devices or used >= len(devices):
         return None
     return f"{variable}={environ[variable]} has {len(devices)} devices, and the ranks here use {used}"
 

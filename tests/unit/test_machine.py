@@ -58,6 +58,7 @@ def test_devices_that_are_named_and_not_used_are_said(no_gpus: None) -> None:
     words = [idle_devices(_config(gpus_per_task=1), ranks, visible) for ranks in (1, 2)]
     assert ("4,5" in str(words[0]), words[1]) == (True, None)
     assert idle_devices(_config(gpus_per_task=1), 1, {}) is None
+    assert "gpus_per_task=1" in str(idle_devices(_config(gpus_per_task=0), 1, visible))
     assert idle_devices(_config("cpu", gpus_per_task=1), 1, os.environ) is None
 
 
