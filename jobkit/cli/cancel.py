@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jobkit.cli.arguments import add_runs, chosen, confirmed, worst
-from jobkit.errors import EXIT_FAILED, EXIT_FINISHED
+from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, NoSuchRun
 from jobkit.log import log
 from jobkit.run.files import user_name
 from jobkit.run.journal import Journal, read_status
@@ -44,8 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Cancel, wait for the checkpoints, and print how each run ended. A run that is over is no mistake."""
-    codes, runs = [], confirmed(arguments)
-    if _stop_sweeps(arguments.names, runs_dir_of(arguments.runs_dir)):
+    codes, runs_dir = [], runs_dir_of(arguments.runs_dir)
+    try:
+        runs = confirmed(arguments)
+    except NoSuchRun:  # of a sweep that has not made its first run yet, the loop is all that there is to stop
+        if len(arguments.names) == 1 and _stop_sweeps(arguments.names, runs_dir):
+            return EXIT_FINISHED
+        raise
+    if _stop_sweeps(arguments.names, runs_dir):
         runs = chosen(arguments)  # and those that have started since
     for code, line in cancel(runs, grace=not arguments.no_grace):
         print(line, flush=True)

@@ -28,7 +28,7 @@ from jobkit.run.journal import read_status
 from jobkit.run.older import HINT
 from jobkit.run.records import Start
 from jobkit.run.rundir import RunDir
-from jobkit.run.runs import find, versions
+from jobkit.run.runs import find, identity_of, runs_in, versions
 from jobkit.run.yamlfile import read_yaml
 from jobkit.submission.plan import LaunchPlan
 from jobkit.usage import program
@@ -164,23 +164,33 @@ def _leaves(value: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _run_of(name: str, runs_dir: Path) -> RunDir:
-    """The run that is meant; by its whole name also one that was removed since."""
+    """The run that is meant; also one that was removed since, by its whole name or where runs have begun with it."""
+    problem = InputError(key=OPTION, found=name, allowed="one run")
     try:
         runs = find([name], runs_dir)
-    except NoSuchRun:
-        if not re.fullmatch(r"[^/]+-[0-9a-f]{8}(-\d+)?", name):
-            raise
-        return RunDir(runs_dir / name)
-    except InputError:
+    except NoSuchRun as error:
+        if re.fullmatch(r"[^/]+-[0-9a-f]{8}(-\d+)?", name):
+            return RunDir(runs_dir / name)
+        runs, problem = [], error
+    except InputError as error:
         # The same command again: by now the name is also the name of the run that the first one made.
         others = [run.name for run in find([f"{name}-*"], runs_dir) if not run.start_file.exists()]
         configs = {re.sub(r"(-[0-9a-f]{8})-\d+$", r"\1", other) for other in others}
-        if len(configs) != 1:
+        if len(configs) > 1:
             raise
-        runs = versions(runs_dir, configs.pop())[-1:]
+        runs, problem = [run for config in configs for run in versions(runs_dir, config)[-1:]], error
+    if all(run.start_file.exists() for run in runs):
+        runs = _removed(name, runs_dir) or runs
     if len(runs) != 1:
-        raise InputError(key=OPTION, found=name, allowed="one run")
+        raise problem
     return runs[0]
+
+
+def _removed(name: str, runs_dir: Path) -> list[RunDir]:
+    """The removed runs of this name that other runs have begun with."""
+    starts = filter(None, (run.start() for run in runs_in(runs_dir)))
+    parents = {RunDir(start.path).path for start in starts if identity_of(start.run)[:-9] == name}
+    return [RunDir(path) for path in parents if path.parent == runs_dir and not path.exists()]
 
 
 def _link(source: Path, target: Path) -> str:

@@ -54,13 +54,14 @@ def submit(
     if todo and not lock.take():
         print(f"sweep {sweep.name} runs here already{f'; its output: {log}' if log.exists() else ''}", file=sys.stderr)
         todo = []
+    if todo:
+        cancel_file.unlink(missing_ok=True)  # it was for the loop before
     say: Callable[[str], None] = (lambda line: print(line, file=sys.stderr)) if as_json else print
     say(f"sweep {sweep.name}: {outcome.counts()}")
     if not todo:
         if as_json:
             print(json.dumps(outcome.as_json()))
         return EXIT_FINISHED
-    cancel_file.unlink(missing_ok=True)  # it was for the loop before
     code = snapshot.take(folder, sweep.file.parent)
     loop = _Loop(todo, folder, code, most or _room(todo[0]), signals, prepare, cancel_file)
     if not detach:

@@ -28,6 +28,7 @@ from jobkit.run import records
 from jobkit.run.journal import Journal, read_status
 from jobkit.run.records import Cancelled, Event, Excluded, Progress
 from jobkit.run.rundir import RunDir
+from jobkit.run.runs import sweep_cancel_file, sweep_lock
 from jobkit.run.view import view
 from jobkit.slurm import commands, jobs
 from jobkit.slurm.jobs import Job
@@ -408,6 +409,15 @@ def test_a_supervisor_that_does_not_answer(tmp_path: Path, capsys: Capture, monk
     with run.alive_lock():
         assert main(["cancel", NAME]) == 1
     assert read_status(run).state == "running" and "still running" in capsys.readouterr().out
+
+
+def test_a_sweep_is_cancelled_before_its_first_run_exists(tmp_path: Path) -> None:
+    file = tmp_path / "toy-7cbedaba.sweep"
+    file.write_text(f"{NAME}\n")
+    assert main(["cancel", file.name]) == 2, "nothing makes its runs"
+    with sweep_lock(file):
+        assert main(["cancel", file.name]) == 0
+    assert sweep_cancel_file(file).exists()
 
 
 def test_several_runs_are_cancelled_only_when_a_person_agrees(

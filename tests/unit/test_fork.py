@@ -127,6 +127,20 @@ def test_the_newest_checkpoint_is_linked_once(runs: Path, capsys: pytest.Capture
         fork.bring(plan.at(new))
 
 
+@pytest.mark.parametrize("name", ["toy", "longer"])
+def test_the_same_command_means_the_same_run_once_the_first_is_removed(runs: Path, name: str) -> None:
+    words = [("toy@20", f"name={name}", f"params.lr={lr}") for lr in (0.1, 0.2)]
+    made = []
+    for fork, plan in [fork_of(runs, *word) for word in words]:
+        fork.bring(plan)
+        plan.run.config_file.write_text(yamlfile.dump(plan.loaded.written))
+        made.append(plan.run.name)
+    main.main(["rm", TOY, "--runs-dir", str(runs)])
+    assert [fork_of(runs, *word)[1].run.name for word in words] == made
+    main.main(["rm", made[1], "--runs-dir", str(runs)])
+    assert fork_of(runs, *words[0])[1].run.name == made[0]
+
+
 def test_weights_alone_are_no_checkpoint_of_the_run(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*paths: Path) -> None:
         raise OSError(18, "Invalid cross-device link")

@@ -109,10 +109,13 @@ import os, sys
 from jobkit.run.rundir import RunDir
 from jobkit.run.schema import Config
 from jobkit.worker import preload
-preload.IMPORT_SECONDS = 0.2
 os.environ[preload.PLAIN_RANKS] = "1"  # the import of torch would take longer
 sys.path.insert(0, {str(tmp_path)!r})
-preload.import_for_ranks(RunDir({str(tmp_path / "toy")!r}), Config(name="toy", task="toy:train", preload=["hangs"]))
+run, config = RunDir({str(tmp_path / "toy")!r}), Config(name="toy", task="toy:train", preload=[])
+preload.import_for_ranks(run, config)  # what does not hang: the limit below is for the rest alone
+preload.IMPORT_SECONDS = 2.0
+config.preload.append("hangs")
+preload.import_for_ranks(run, config)
 """
     ended, run = forked(tmp_path, program)
     assert ended == 1
