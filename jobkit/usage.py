@@ -95,13 +95,13 @@ def show_examples(parser: argparse.ArgumentParser, examples: dict[str, str]) -> 
 
 def exit_code(command: Callable[[], int], interrupted: int = EXIT_INTERRUPTED) -> int:
     """Run a command and return its exit code, or that of the error or Ctrl-C that ended it, which takes a line."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: PTH123, SIM115 - closed by the shell: `>&-`
     for stream in (sys.stdout, sys.stderr):  # a letter that the terminal's encoding lacks is printed as \u4f60
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     try:
         code = command()
-        if sys.stdout is not None:  # closed by the shell: `>&-`
-            sys.stdout.flush()  # a failure while the interpreter ends would look like a bug
+        sys.stdout.flush()
         return code
     except JobkitError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -109,10 +109,19 @@ def exit_code(command: Callable[[], int], interrupted: int = EXIT_INTERRUPTED) -
     except KeyboardInterrupt:
         return interrupted
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_READER_GONE
     except OSError as error:
         from jobkit.run.disk import explained
 
         print(f"error: {explained(error)}", file=sys.stderr)  # raises an error that is not a disk's: that is a bug
         return EXIT_BAD_INPUT
+    finally:
+        _drop_unwritten()
+
+
+def _drop_unwritten() -> None:
+    """Forget output that nobody can take: the interpreter's last flush of it would change the exit code to 120."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

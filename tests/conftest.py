@@ -17,7 +17,11 @@ pytest_plugins = ["slurmbox.pytest_plugin"]
 
 
 def pytest_configure() -> None:
-    """Take both signals as a terminal gives them: nohup, and a shell that runs the tests behind it, ignore them."""
+    """Take both signals as a terminal gives them: nohup, and a shell that runs the tests behind it, ignore them.
+
+    Output is buffered, as in a user's shell.
+    """
+    os.environ.pop("PYTHONUNBUFFERED", None)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

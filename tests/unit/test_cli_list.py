@@ -193,13 +193,19 @@ def test_a_watched_list_is_shown_until_ctrl_c(
     assert (text.count("toy-00000001"), text.count("toy-00000004"), pauses) == (2, 1, [0.5, 0.5])
 
 
-def test_a_reader_that_goes_away_is_no_error(runs_dir: Path) -> None:
+OUTPUTS = {"": 141, "> /dev/full": 2, ">&-": 0}
+"""Where a shell sends the output -> exit code. The first is a pipe whose reader is gone."""
+
+
+@pytest.mark.parametrize(("output", "code"), OUTPUTS.items())
+def test_output_that_nobody_takes_shows_no_traceback(runs_dir: Path, output: str, code: int) -> None:
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "jobkit", "list", "--runs-dir", str(runs_dir)]
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE)
+    line = f"{sys.executable} -m jobkit list --runs-dir {runs_dir} {output}"
+    done = subprocess.run(["bash", "-c", line], stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
-    assert (done.returncode, done.stderr) == (141, b"")
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr and "ignored" not in done.stderr
 
 
 def test_a_list_reads_one_file_of_each_run_that_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
