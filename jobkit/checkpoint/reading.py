@@ -3,8 +3,8 @@
     headers: rank 0 --broadcast--> all        pieces: one reader a file --blocks, checked--> live tensors
                                                                         --broadcast--> the other ranks' tensors
 
-Two threads share the work, block by block. A shard of this rank alone is read by
-this rank alone. On another world size, or with another layout of DTensors, each rank reads the parts that it needs.
+Two threads share the work, block by block. A shard of this rank alone is read by this rank alone. On another world
+size, or with another layout of DTensors, each rank reads the parts that it needs.
 """
 
 from __future__ import annotations
