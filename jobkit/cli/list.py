@@ -93,10 +93,11 @@ def _redraw(text: str) -> None:
 def _text(arguments: argparse.Namespace) -> str:
     gc.disable()  # thousands of small dicts: each collection would look at all of them again
     runs_dir = runs_dir_of(arguments.runs_dir)
-    all_rows = read_rows(find(arguments.names, runs_dir) if arguments.names else runs_in(runs_dir))
     named = [key.strip() for key in (arguments.columns or "").split(",") if key.strip()]
     conditions = [parse(text) for text in arguments.where]
     conditional, by = [condition.key for condition in conditions], (arguments.sort or "").removeprefix("-")
+    runs = find(arguments.names, runs_dir) if arguments.names else runs_in(runs_dir)
+    all_rows = read_rows(runs, [*named, *conditional, *([by] if by else [])])
     for option, checked in (("--columns", named), ("--where", conditional), ("--sort", [by] if by else [])):
         check_keys(checked, option, all_rows)
     shown = [row for row in all_rows if all(item.is_met_by(row.values.get(item.key)) for item in conditions)]

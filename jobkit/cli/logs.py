@@ -84,6 +84,9 @@ class _Printer:
         ranks = {file.stem.removeprefix("rank_") for number in numbers for file in self.run.logs(number).glob("*.out")}
         if ranks and str(self.rank) not in ranks:
             raise InputError(key="--rank", found=self.rank, allowed=f"0 to {len(ranks) - 1}")
+        if not ranks and (submitted := read_status(self.run).submitted) is not None and submitted.launcher is not None:
+            hint = f"{submitted.launcher} started it"
+            raise InputError("its output is where that command was typed, and not kept", key=self.run.name, hint=hint)
         if not ranks:  # its setup lines, its supervisor or srun said why
             for file in (self.run.job_log, *(self.run.srun_log(number) for number in numbers[-1:])):
                 for line in self._tail.read(file, to_the_end=True):

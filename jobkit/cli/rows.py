@@ -56,8 +56,12 @@ class Row:
         return {**self.status, **{key: self.values[key] for key in added}, "values": dict(self.logged)}
 
 
-def read_rows(runs: Iterable[RunDir]) -> list[Row]:
-    """Return the rows of runs; a run that cannot be read is left out, with a line on standard error."""
+def read_rows(runs: Iterable[RunDir], keys: Iterable[str] = ()) -> list[Row]:
+    """Return the rows of runs; a run that cannot be read is left out, with a line on standard error.
+
+    `keys` are names that were typed: for a metric among them finished runs' progress.json is read too.
+    """
+    wants_metrics = any(key not in FACTS and not key.startswith(("params.", "result.")) for key in keys)
     read: list[tuple[RunDir, Mapping[str, Any]]] = []
     for run in runs:
         try:
@@ -76,10 +80,11 @@ def read_rows(runs: Iterable[RunDir]) -> list[Row]:
         view = views.get(run.folder)
         if view is not None and view.status.state not in UNDER_WAY:  # it ended since
             status, view = view.status.as_dict(), None
-        progress = run.progress() if status.get("state") != "finished" else None
+        is_finished = status.get("state") == "finished"
+        progress = run.progress() if wants_metrics or not is_finished else None
         # After a rewind, what was logged is of a step that is set aside.
         logged = progress.values if progress is not None and status.get("rewound") is None else {}
-        facts = _facts(run, status, view, progress, now)
+        facts = _facts(run, status, view, None if is_finished else progress, now)
         facts["waits"] = _waits(view) or waiting.get(run.folder)
         params, results = dict(leaves(facts["params"], "params.")), dict(leaves(facts["result"], ""))
         values = {**logged, **results, **{f"result.{name}": results[name] for name in results}, **params, **facts}

@@ -172,7 +172,7 @@ def _attempt_lines(attempt: Attempt, account: Account, *, is_running: bool) -> l
     else:
         cause = "running" if is_running else "its end is not recorded"
     steps = "" if account.first_step is None else f", steps {account.first_step} to {account.last_step}"
-    spent = {"in the queue": account.queue}
+    spent = {"in the queue" if began.nodes else "until the start": account.queue}
     if account.first_step is not None:  # a `command:` does not say when its start is over
         spent |= {"starting": account.starting, "ending": account.ending}
     parts = [f"{seconds:.0f} s {part}" for part, seconds in spent.items() if seconds >= 0.5]

@@ -146,7 +146,10 @@ class Checkpoints:
             if self._auto is not None:
                 self._auto.observe(self._stall, outcome.seconds)
                 self._disk.seconds = self._auto.seconds
-            log.info("checkpoint of step %d: %.2f GB in %.2g s", outcome.step, outcome.nbytes / 1e9, outcome.seconds)
+            if self.rank.rank == 0:
+                log.info(
+                    "checkpoint of step %d: %.2f GB in %.2g s", outcome.step, outcome.nbytes / 1e9, outcome.seconds
+                )
         self.reporter.update(snapshot_step=self.checkpointer.snapshots.step)
 
     def offer_best(self, pending: Pending, values: dict[str, float]) -> None:

@@ -112,7 +112,7 @@ class Context:
         self._tracked = Tracked(self._checkpointer, config.checkpoint.weights, drifts=self._spread.drifts)
         self._tracked.given.is_start = self._is_start
         self._checkpoints = Checkpoints(rank, self._checkpointer, self._tracked, self._reporter)
-        timing = Timing(self._reporter, joined.device, self._step.loaders, self._spread.optimizers)
+        timing = Timing(self._reporter, joined.device, self._step.loaders, lambda: self._tracked.optimizers)
         self._loop = Loop(
             rank,
             joined.ranks,

@@ -39,6 +39,7 @@ class Epochs:
     ) -> None:
         self._loop, self._restore_again, self._devices = loop, restore_again, devices
         self._rank, self._world_size = rank, world_size
+        self._ranks_before = world_size
         self._total = 0
         self._top: Any = None
         """The generators at the top of the epoch."""
@@ -73,6 +74,7 @@ class Epochs:
         self._forms = {number: [Form(*form) for form in forms] for number, forms in state["forms"].items()}
         self._forms_before = dict(self._forms)
         self._resumed = state if state["bases"] else None
+        self._ranks_before = state["world_size"] if state["forms"] else self._world_size
 
     @property
     def restores_again(self) -> bool:
@@ -92,6 +94,9 @@ class Epochs:
     def epochs(self, total: int) -> Iterator[int]:
         loop = self._loop
         loop.begin("ctx.epochs", None)
+        if self._ranks_before != self._world_size and self._rank == 0:
+            words = "the run had %d rank(s) and has %d now: a DataLoader's batches are those of a rank, so steps change"
+            log.warning(words, self._ranks_before, self._world_size)
         self._total = total
         while loop.boundary.epoch < total and not self._is_at_end:
             if self._resumed is not None:
@@ -170,8 +175,6 @@ class Epochs:
         """
         assert self._resumed is not None
         ranks, was_dealt = self._resumed["world_size"], isinstance(getattr(loader, "sampler", None), DistributedSampler)
-        if ranks != self._world_size and not was_dealt and self._rank == 0:
-            log.warning("the epoch goes on with %d instead of %d ranks: inexactly", self._world_size, ranks)
         is_equal = before.batch_size == now.batch_size and (ranks == self._world_size or not was_dealt)
         if is_equal or before.batch_size is None or now.batch_size is None:
             return dict(state)

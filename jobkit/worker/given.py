@@ -18,6 +18,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
 
+from jobkit.checkpoint.live import KERNELS
 from jobkit.log import log
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -57,7 +58,19 @@ class Given:
         if self.is_start:
             self._then = state
         else:  # the restored values come of what the run's first attempt gave
+            for name, groups in state.items():
+                self._say_ignored(name, groups, self._now.get(name, ()))
             self._now |= state
+
+    def _say_ignored(self, name: str, then: Any, now: Any) -> None:
+        """Warn of options in the code of an optimizer that the checkpoint's values replace."""
+        if not isinstance(then, list):
+            return
+        for before, after in zip(then, now, strict=False):
+            for key in sorted(set(before) & set(after) - set(KERNELS)):
+                if before[key] != after[key]:
+                    words = "%s.%s: the code gave %s and gives %s now; the checkpoint's value goes on"
+                    log.warning(words, name, key, before[key], after[key])
 
     def apply(self, objects: Mapping[str, Any]) -> None:
         """Set the options that differ now in objects that were restored."""

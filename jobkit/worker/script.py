@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import json
 import os
 import signal
 import sys
@@ -60,11 +61,11 @@ def init(
         for x, y in ctx.batches(loader): ...
     ctx.finish({"loss": loss.item()})
 
-    `config` is a YAML as the submission takes it, and needs no `task:`; without one `name` (the script's by default)
-    and `params`, as vars(args), name the run. The same call continues the same run. With `seed=None` the script's own
-    random numbers are left alone. In the `command:` of a YAML it is that run, and the other arguments do not count.
-    Where the run has finished already, the script ends with 0; for wrong input, and where the ranks do not form one
-    world, with 2 or 1, and a line.
+    `config` is a YAML as the submission takes it, and needs no `task:`. `params`, as vars(args), `name` and another
+    `seed` than 0 win over it; without a YAML `name` (the script's by default) and `params` name the run. The same call
+    continues the same run. With `seed=None` the script's own random numbers are left alone. In the `command:` of a YAML
+    it is that run, and the other arguments do not count. Where the run has finished already, the script ends with 0;
+    for wrong input, and where the ranks do not form one world, with 2 or 1, and a line.
     """
     configure("stdout")
     if os.environ.get("JOBKIT_RUN") and os.environ.get("JOBKIT_ATTEMPT"):
@@ -78,7 +79,8 @@ def init(
     stands = (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else None
     try:
         launch = find_launch(os.environ, stands)
-        loaded = load(Path(config), (), _program()) if config else _loaded(name, params, seed, launch.topology)
+        values = _values(params, launch.topology)
+        loaded = load(Path(config), _words(name, values, seed), _program()) if config else _loaded(name, values, seed)
         folder = runs_dir_of(Path(runs_dir) if runs_dir is not None else None)
         begun = launched.begin(loaded, RunDir(folder / run_name(loaded.config)), launch)
     except JobkitError as error:
@@ -94,15 +96,26 @@ def _program() -> list[str]:
     return ["python", Path(sys.argv[0]).name]
 
 
-def _loaded(name: str | None, params: Mapping[str, Any] | None, seed: int | None, topology: Topology) -> Loaded:
+def _values(params: Mapping[str, Any] | None, topology: Topology) -> dict[str, Any]:
+    """Return the params without those that only say where a rank is. Raises InputError."""
     if not isinstance(params, (Mapping, type(None))):
         raise InputError(key="jobkit.init(params=...)", found=params, allowed="a mapping of names to plain values")
     places = dataclasses.asdict(topology)
-    values = {
+    return {
         str(key): _plain(key, value)
         for key, value in (params or {}).items()
         if key not in OF_LAUNCHER and not (key in PLACES and value == places[PLACES[key]])
     }
+
+
+def _words(name: str | None, values: Mapping[str, Any], seed: int | None) -> list[str]:
+    """Return the arguments of `init` as words of a command line, which win over the YAML."""
+    words = [f"+params.{key}={json.dumps(value)}" for key, value in values.items()]
+    words += [] if name is None else [f"name={name}"]
+    return words if seed == 0 else [*words, f"seed={json.dumps(seed)}"]
+
+
+def _loaded(name: str | None, values: dict[str, Any], seed: int | None) -> Loaded:
     config = Config(
         name=name or Path(sys.argv[0]).stem or "interactive",
         command=_program(),
@@ -195,5 +208,5 @@ class _ScriptEnd:
         codes = {"finished": EXIT_FINISHED, "stopped": EXIT_RESUMABLE, "failed": EXIT_FAILED}
         if self._begun is not None:
             self._begun.close(end, codes[end.kind])
-            if end.kind == "finished":
+            if end.kind == "finished" and self._rank.rank == 0:
                 log.info("%s finished; run directory: %s", self._rank.run.name, self._rank.run.path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -23,7 +23,7 @@ class Timing:
         reporter: Reporter,
         device: torch.device,
         loaders: Sequence[Loader],
-        optimizers: Sequence[torch.optim.Optimizer],
+        optimizers: Callable[[], Sequence[torch.optim.Optimizer]],
     ) -> None:
         self.steps_per_second: float | None = None
         self._reporter, self._device, self._loaders, self._optimizers = reporter, device, loaders, optimizers
@@ -32,8 +32,12 @@ class Timing:
 
     def begin(self, step: int) -> None:
         """Steps are timed from here: the time of an evaluation is no step's."""
-        self._step, self._since = step, time.perf_counter()
-        self._sampled_step, self._sampled = step, self._since
+        now = time.perf_counter()
+        if step == self._step:
+            self._sampled += now - self._since
+        else:
+            self._sampled_step, self._sampled = step, now
+        self._step, self._since = step, now
 
     def measure(self, step: int) -> float:
         """Return seconds a step since the last call."""
@@ -54,7 +58,7 @@ class Timing:
         for loader in self._loaders[:1]:
             values["perf/samples_per_second"] = loader.global_batch_size / seconds
             values["perf/epoch"] = loader.epoch
-        for optimizer in self._optimizers[:1]:
+        for optimizer in self._optimizers()[:1]:
             values["perf/lr"] = float(optimizer.param_groups[0]["lr"])
         if (peak := peak_memory(self._device)) is not None:
             values["perf/peak_memory_gib"] = peak / 2**30

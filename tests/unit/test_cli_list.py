@@ -126,6 +126,15 @@ def test_columns_are_what_differs_and_what_was_found(runs_dir: Path, capsys: pyt
     ]
 
 
+def test_a_metric_that_is_named_is_found_in_finished_runs_too(
+    runs_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress = Progress(attempt=1, time=1.0, values={"train/loss": 0.25})
+    records.write(RunDir(runs_dir / "toy-00000001").progress_file, progress)
+    lines = _list(capsys, runs_dir, "toy-00000001", "--columns", "train/loss,step").splitlines()
+    assert lines[1].split() == ["toy-00000001", "0.25", "50"]
+
+
 def test_a_running_run_has_its_progress(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with RunDir(runs_dir / "toy-00000003").alive_lock():
         text = _list(capsys, runs_dir, "--where", "state=running", "--columns", "step,eta,v/[b],checkpoint")

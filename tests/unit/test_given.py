@@ -142,3 +142,13 @@ def test_a_continued_run_keeps_what_its_first_attempt_gave() -> None:
     *_, again = trained(0.01, SCHEDULES["step"][0], 0)
     again.load_state_dict(first.state_dict())
     assert again.state_dict() == first.state_dict()
+
+
+def test_an_option_that_a_checkpoint_replaces_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    optimizers = [torch.optim.SGD([torch.zeros(1)], lr=lr, foreach=lr > 0.1) for lr in (0.1, 0.2)]
+    before, now = Given(), Given()
+    before.note("optimizer", optimizers[0])
+    now.note("optimizer", optimizers[1])
+    for _ in range(2):
+        now.load_state_dict(before.state_dict())
+    assert [record.args for record in caplog.records] == [("optimizer", "lr", 0.1, 0.2)]

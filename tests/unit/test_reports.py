@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -171,3 +173,21 @@ def test_on_nan_ignore_sees_nothing() -> None:
     health = Health(ignores=True)
     health.see(4, math.nan, list)
     assert not health.is_bad()
+
+
+def test_steps_between_frequent_evaluations_have_a_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jobkit.worker import timing
+
+    now = [100.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    logged: list[dict[str, float]] = []
+    reporter: Any = SimpleNamespace(log_now=lambda step, values: logged.append(values))
+    clock = timing.Timing(reporter, torch.device("cpu"), [], lambda: [])
+    clock.begin(0)
+    for step in (5, 10, 15):
+        now[0] += 0.5
+        clock.measure(step)
+        clock.report(step)
+        now[0] += 30.0  # an evaluation
+        clock.begin(step)
+    assert [values["perf/step_seconds"] for values in logged] == [0.1]
