@@ -120,7 +120,8 @@ def idle_devices(config: Config, ranks: int, environ: Mapping[str, str] = os.env
     name, devices = visible_devices(config.device, environ)
     variable, used = KINDS[name].visible, ranks * config.resources.devices_per_rank
     if devices and not used:
-        return f"the run trains on the CPU, beside {len(devices)} {name} device(s): resources.gpus_per_task=1 uses them"
+        hint = "resources.gpus_per_task=1 gives one to each rank"
+        return f"the run trains on the CPU, and this machine has {len(devices)} {name} device(s): {hint}"
     if variable is None or variable not in environ or not devices or used >= len(devices):
         return None
     return f"{variable}={environ[variable]} has {len(devices)} devices, and the ranks here use {used}"

@@ -3,8 +3,8 @@
     begin_step .. data, forward .. end of the last forward | backward: all ranks wait for each other's gradients
     own seconds --in each agreement's all-reduce--> rank 0 --median--> progress.json --> status
 
-loop.py owns the clock. The work in and after backward is not seen; DDP's broadcast of buffers, a wait
-within the forward, makes ranks look alike.
+loop.py owns the clock. The work in and after backward is not seen. DDP's broadcast of buffers, a wait within the
+forward, makes ranks look alike.
 """
 
 from __future__ import annotations
