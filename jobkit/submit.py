@@ -144,7 +144,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.max_running:
         raise InputError("there is no sweep", key="--max-running", hint="see --sweep and --sweep-file")
     loaded = source.loaded()
-    _refuse_later_keys(loaded)
     loaded = chain.resolve(loaded, arguments.after, runs_dir)
     place = target(loaded.config, local=arguments.local, cluster=arguments.cluster)
     plan = plan_of(loaded, runs_dir, place)
@@ -247,11 +246,6 @@ def _preparation(manner: Manner, fork: Fork | None) -> Callable[[LaunchPlan], No
     return prepare
 
 
-def _refuse_later_keys(loaded: Loaded) -> None:
-    if loaded.config.container:
-        raise loaded.locate(InputError("not yet in this edition of jobkit", key="container"))
-
-
 def _sweep(
     arguments: argparse.Namespace, source: Source, points: list[Point], manner: Manner, fork: Fork | None
 ) -> int:
@@ -268,7 +262,6 @@ def _sweep(
     runs_dir = runs_dir_of(arguments.runs_dir)
     loaded = [(" ".join(word for word, _ in point), source.loaded(point)) for point in points]
     config = loaded[0][1].config
-    _refuse_later_keys(loaded[0][1])
     if config.after or arguments.after:
         loaded = [(words, chain.resolve(point, arguments.after, runs_dir)) for words, point in loaded]
     place = target(config, local=arguments.local, cluster=arguments.cluster)

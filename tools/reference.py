@@ -66,7 +66,8 @@ CLUSTER_KEYS = {
     "setup": "shell lines, run on the first node before the run starts",
     "teardown": "shell lines, run there after it has ended",
     "srun_args": "options of srun",
-    "additional_parameters": "options that sbatch has by a plug-in of the site, as `{container-image: ...}`",
+    "container": "a mapping: replaces keys of the YAML's `container` there; `{}` is none",
+    "additional_parameters": "options that sbatch has by a plug-in of the site, as `{option-of-plugin: value}`",
 }
 EXIT_CODES = {
     errors.EXIT_FINISHED: "finished, submitted, or done",

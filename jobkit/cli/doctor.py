@@ -2,6 +2,7 @@
 
 jobkit doctor                  this machine, and the cluster that sbatch here submits to
 jobkit doctor --cluster h100   with the partition of that entry in the user's own config file
+jobkit doctor mine.yaml        with the clusters and the container of that YAML
 jobkit doctor --nodes 4        and the network of so many nodes, by a run that takes a minute
 """
 
@@ -24,6 +25,7 @@ from jobkit.run.runs import runs_dir_of
 from jobkit.usage import show_examples
 
 if TYPE_CHECKING:
+    from jobkit.run.schema import ContainerConfig
     from jobkit.slurm.nodes import Partition
 
 SHORT_SECONDS = 60
@@ -42,11 +44,13 @@ class Check:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cluster", metavar="NAME", help="slurm, or a name under `clusters:` in your own config file")
+    parser.add_argument("experiment", nargs="?", type=Path, metavar="EXP.yaml", help="with its clusters and container")
+    parser.add_argument("--cluster", metavar="NAME", help="slurm, or a name under `clusters:`")
     parser.add_argument("--local", action="store_true", help="check this machine alone, and no cluster")
     parser.add_argument("--nodes", type=int, metavar="N", help="time all-reduces over N nodes; a slow one is named")
     parser.add_argument("--runs-dir", type=Path, metavar="DIR", help="default: $JOBKIT_RUNS or ./runs")
     examples = {
+        "mine.yaml": "the clusters and the container of that YAML",
         "--cluster h100": "the partition of that entry, and a held job that is removed again",
         "--cluster h100 --nodes 4": "the network of four of its nodes as well",
     }
@@ -57,12 +61,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the checks; exit code 1 where something is a problem."""
     from jobkit.slurm import commands
 
-    parts = [_python(), _runs_dir(runs_dir_of(arguments.runs_dir)), _machine()]
+    runs_dir = runs_dir_of(arguments.runs_dir)
+    parts = [_python(), _runs_dir(runs_dir), _machine()]
     cluster = None if arguments.local else arguments.cluster or ("slurm" if commands.is_available() else None)
+    options, container = _entry(arguments.experiment, cluster or "local")
+    if container is not None:
+        parts.append(_container(container, runs_dir))
     if cluster is not None:
-        parts.append(_slurm(_options_of(cluster)))
+        parts.append(_slurm(options))
     if arguments.nodes is not None:
-        parts.append(_network(runs_dir_of(arguments.runs_dir), cluster, arguments.nodes))
+        parts.append(_network(runs_dir, cluster, arguments.nodes))
     code = EXIT_FINISHED
     for check in itertools.chain.from_iterable(parts):
         print(f"{check.state:8}{check.words}{f': {check.advice}' if check.advice else ''}", flush=True)
@@ -115,18 +123,38 @@ def _machine() -> Iterator[Check]:
     yield Check("ok", f"{len(devices or ())} {kind} device(s), {cores} core(s), {addresses} here")
 
 
+def _container(container: ContainerConfig, runs_dir: Path) -> Iterator[Check]:
+    """Start a Python in the container here: the nodes of a cluster have the same image."""
+    from jobkit.supervisor.container import command
+
+    words = command(container, runs_dir, "check")
+    if shutil.which(words[0]) is None or not container.prefix:
+        yield Check("warning", "the container cannot be started here", "the first second of a job tells if it is fit")
+        return
+    done = subprocess.run(words, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
+    said = (done.stdout if done.returncode == 0 else done.stderr or done.stdout).strip().splitlines() or ["no word"]
+    yield Check("problem" if done.returncode else "ok", f"container: {said[-1].removeprefix('jobkit: ')}")
+
+
 # The cluster
 
 
-def _options_of(name: str) -> dict[str, str]:
-    """sbatch's options of an entry in the user's own config file, as far as they matter here."""
-    from jobkit.run.load import read_user_file
+def _entry(experiment: Path | None, name: str) -> tuple[dict[str, str], ContainerConfig | None]:
+    """The options of sbatch that matter here, and the container, of an entry in a YAML or the user's own file."""
+    from jobkit.run.load import load, read_user_file
+    from jobkit.run.schema import Config
+    from jobkit.submission.options import split
+    from jobkit.submission.plan import container_of
 
-    clusters = {"slurm": {}, **read_user_file()[0].get("clusters", {})}
+    config = Config(name="doctor") if experiment is None else load(experiment).config
+    clusters = {"slurm": {}, "local": {}, **read_user_file()[0].get("clusters", {}), **config.clusters}
     if name not in clusters:
         hint = nearest(name, clusters)
         raise InputError(key="--cluster", found=name, allowed=f"one of {', '.join(clusters)}", hint=hint)
-    return {key: str(clusters[name][key]) for key in ("partition", "account", "qos") if clusters[name].get(key)}
+    options = split(name, clusters[name])
+    keys = ("partition", "account", "qos")
+    sbatch = {key: str(value) for key in keys if (value := options.of_sbatch(key))}
+    return sbatch, container_of(config, options, name)
 
 
 def _slurm(options: dict[str, str]) -> Iterator[Check]:

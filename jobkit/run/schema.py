@@ -207,12 +207,14 @@ class CommConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ContainerConfig:
-    """How the processes of a job are started within a container."""
+    """A container for the ranks, and for the agent of each node that starts them."""
 
     prefix: list[str] = field(default_factory=list)
-    """The words before the command: `[apptainer, exec, --nv, image.sif]`."""
+    """The words before the command: `[apptainer, exec, --nv, image.sif]`. Empty where `srun_args` of the cluster's
+    entry name the image (pyxis)."""
     python: str = ""
-    """The Python within the container, as `/opt/conda/bin/python`; empty is the Python of the submission."""
+    """The Python in the container, as `/opt/conda/bin/python`, with torch and jobkit's other requirements; jobkit
+    itself comes along. Empty is the path of the submission's Python."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,10 +318,11 @@ class Config:
     """The reaction to a loss that is not a finite number: `stop` ends the run as failed, with the step and its samples;
     `ignore` goes on."""
     clusters: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Where the run may go, by name: `h100: {partition: h100, constraint: ib}`. An entry holds options of sbatch and
-    keys of `resources`; an option that is false or null is left out."""
+    """Where the run may go, by name: `h100: {partition: h100, constraint: ib}`. An entry holds options of sbatch, keys
+    of `resources`, and `container`; an option that is false or null is left out."""
     container: ContainerConfig | None = None
-    """A container for the processes of the job: `{prefix: [apptainer, exec, image.sif], python: /usr/bin/python3}`."""
+    """A container for the ranks: `{prefix: [apptainer, exec, --nv, image.sif], python: /opt/conda/bin/python}`. In an
+    entry of `clusters:` it holds there, and `{}` means none."""
     mirror: MirrorConfig = field(default_factory=MirrorConfig)
     after: list[str] = field(default_factory=list)
     """Names of runs that must be finished before this one starts; `--after` adds more."""

@@ -16,14 +16,16 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from jobkit.errors import InputError, nearest
+from jobkit.errors import InputError, SchedulerError, SchedulerTimeout, nearest
 from jobkit.mirror import services
 from jobkit.run import disk, layout
 from jobkit.run.files import foreign_owner
 from jobkit.run.machine import idle_devices
 from jobkit.run.older import HINT
 from jobkit.run.rundir import RunDir
+from jobkit.run.schema import ContainerConfig
 from jobkit.run.status import Status
+from jobkit.slurm import commands
 from jobkit.submission.plan import LaunchPlan
 
 PLUGIN = "jobkit.worker.job_environment:JobkitJobEnvironment"
@@ -41,6 +43,8 @@ def check(plan: LaunchPlan, folder: Path) -> list[str]:
         if not Path(path).exists():
             hint = "`~` is not expanded: write the whole path" if path.startswith("~") else ""
             raise InputError("no such file or directory", key="inputs", found=path, hint=hint)
+    _check_container(config.container, plan.target.scheduler)
+    _check_srun_arguments(plan)
     try:
         if config.command:
             _check_command(config.command, folder)
@@ -49,16 +53,17 @@ def check(plan: LaunchPlan, folder: Path) -> list[str]:
         for service in services(config.mirror):
             _check_service(service)
     except _NotInstalled as error:
-        if not plan.options.setup:
+        if not plan.options.setup and config.container is None:
             raise
-        notes.append(f"{error}; the run fails unless the cluster's setup lines provide it")
+        provider = "the cluster's setup lines provide" if config.container is None else "the container provides"
+        notes.append(f"{error}; the run fails unless {provider} it")
     if plan.target.scheduler == "local" and (idle := idle_devices(config, config.resources.world_size)):
         notes.append(f"warning: {idle}")
     return notes
 
 
 class _NotInstalled(InputError):
-    """A program or a package is not here. Setup lines of the cluster may provide it in the job."""
+    """A program or a package is not here. In the job a container, or setup lines of the cluster, may provide it."""
 
 
 def _check_runs_dir(plan: LaunchPlan) -> None:
@@ -66,6 +71,28 @@ def _check_runs_dir(plan: LaunchPlan) -> None:
     if plan.target.scheduler == "slurm" and (match := re.search(r"%|\\", str(runs_dir))):
         # `%j` in the path of a log is the job's id, and a backslash ends such names.
         raise InputError(f"Slurm gives {match[0]} a meaning of its own", key="--runs-dir", found=str(runs_dir))
+
+
+def _check_container(container: ContainerConfig | None, scheduler: str) -> None:
+    """Refuse an image that is not there, and here a runtime that is not."""
+    words = container.prefix if container is not None else []
+    if scheduler == "local" and words and shutil.which(words[0]) is None:
+        raise InputError("no such program on PATH", key="container.prefix", found=words[0])
+    for word in words:
+        if word.endswith((".sif", ".sqsh", ".simg")) and not Path(word).exists():
+            raise InputError("no such image", key="container.prefix", found=word)
+
+
+def _check_srun_arguments(plan: LaunchPlan) -> None:
+    """Refuse options that srun does not know: it reads them before `--version`, and asks no controller."""
+    if plan.options.srun_args and plan.target.scheduler == "slurm" and commands.is_available():
+        try:
+            commands.run("srun", *plan.options.srun_args, "--version")
+        except SchedulerTimeout:
+            return  # the job asks it again
+        except SchedulerError as error:
+            key = f"clusters.{plan.target.name}.srun_args"
+            raise InputError(str(error), key=key, found=" ".join(plan.options.srun_args)) from None
 
 
 def is_installed() -> bool:

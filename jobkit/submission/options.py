@@ -88,6 +88,8 @@ class Options:
     teardown: list[str] = field(default_factory=list)
     """Shell lines after it has ended."""
     srun_args: list[str] = field(default_factory=list)
+    container: Mapping[str, Any] | None = None
+    """Keys of `container:` that hold on this cluster; empty for none."""
 
     def of_sbatch(self, name: str) -> Any:
         """The value of an option of sbatch, wherever it was written; None if the entry does not set it."""
@@ -111,6 +113,8 @@ def split(cluster: str, entry: Mapping[str, Any]) -> Options:
             continue  # a false or null option takes back the one of the user's own file
         if name == "additional_parameters":
             _add_unknown(result, value, key)
+        elif name == "container" and isinstance(value, Mapping):  # a text is sbatch's own option
+            result = dataclasses.replace(result, container=value)
         else:
             _sort_in(result, name, value, key)
     return result
@@ -134,7 +138,7 @@ def _sort_in(result: Options, name: str, value: Any, key: str) -> None:
 
 
 def _add_unknown(result: Options, value: Any, key: str) -> None:
-    """Take options that sbatch(1) need not have: a plug-in of the site may add some, as pyxis' container-image."""
+    """Take options that sbatch(1) need not have: a plug-in of the site may add some."""
     if not isinstance(value, Mapping):
         raise InputError(key=key, found=value, allowed="a mapping of options")
     for written, inner in value.items():

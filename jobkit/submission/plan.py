@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +22,7 @@ from jobkit.run.identity import run_name
 from jobkit.run.load import Loaded
 from jobkit.run.machine import with_counts
 from jobkit.run.rundir import RunDir
-from jobkit.run.schema import ALL, AUTO, Config, Resources
+from jobkit.run.schema import ALL, AUTO, Config, ContainerConfig, Resources
 from jobkit.run.strict import build
 from jobkit.slurm import commands, nodes
 from jobkit.slurm.nodes import Partition
@@ -70,17 +72,19 @@ class LaunchPlan:
         return dataclasses.replace(self, run=run, parameters={**self.parameters, **named})
 
     def describe(self) -> str:
-        """Four lines for --dry-run."""
+        """The lines of --dry-run."""
         resources, is_local = self.config.resources, self.target.scheduler == "local"
         spares = f", {resources.spares} spare node(s)" if resources.spares and not is_local else ""
         ranks = f"{resources.nodes} node(s) x {resources.ranks_per_node} task(s) = {resources.world_size} rank(s)"
         devices = f"{resources.devices_per_rank} GPU(s)" if resources.devices_per_rank else "CPU"
         limit = "none" if resources.seconds is None else f"{format_seconds(resources.seconds)} an attempt"
+        container = self.config.container
+        inside = shlex.join([*container.prefix, container.python or sys.executable]) if container is not None else ""
         return (
             f"run directory: {self.run.path}\n"
             f"cluster:       {self.target.name} ({self.target.scheduler})\n"
             f"ranks:         {ranks}, {devices} and {resources.cpus_per_task} core(s) each{spares}\n"
-            f"time limit:    {limit}"
+            f"time limit:    {limit}" + (f"\ncontainer:     {inside}" if inside else "")
         )
 
 
@@ -117,7 +121,8 @@ def make_plan(loaded: Loaded, runs_dir: Path, target: Target) -> LaunchPlan:
     partitions = _partitions(options) if is_slurm else []
     if is_slurm and resources.time == AUTO:
         resources = dataclasses.replace(resources, time=format_seconds(_auto_seconds(partitions)))
-    config = dataclasses.replace(config, resources=resources)
+    container = container_of(config, options, target.name)
+    config = dataclasses.replace(config, resources=resources, container=container)
     config = with_counts(config, target.scheduler, devices_asked(options, config.device))
     if is_slurm:
         _refuse_limits(config.resources, options, partitions, target.name)
@@ -130,6 +135,14 @@ def make_plan(loaded: Loaded, runs_dir: Path, target: Target) -> LaunchPlan:
         notes=loaded.notes,
     )
     return plan.at(plan.run)
+
+
+def container_of(config: Config, options: Options, cluster: str) -> ContainerConfig | None:
+    """The container of the YAML, with the keys of a cluster's entry over it. Raises InputError."""
+    if not options.container:
+        return config.container if options.container is None else None
+    values = {**(dataclasses.asdict(config.container) if config.container else {}), **options.container}
+    return build(ContainerConfig, values, f"clusters.{cluster}.container.")
 
 
 def devices_asked(options: Options, device: str) -> int | None:

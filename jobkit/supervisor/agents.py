@@ -79,7 +79,8 @@ class Agent:
     """One agent, and its last words."""
 
     node: str
-    pid: int
+    process: str
+    """See Hello; empty for an agent that has not called yet."""
     connection: Connection | None = None
     closed_at: float = 0.0
     """When its connection closed, by the monotonic clock."""
@@ -131,8 +132,8 @@ class Agents:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._connections: list[Connection] = []
-        self._given_up: set[tuple[str, int]] = set()
-        """(node, pid) of agents that may live, and are turned away."""
+        self._given_up: set[tuple[str, str]] = set()
+        """(node, process) of agents that may live, and are turned away."""
         self._news: list[tuple[Agent, News]] = []
         contact = Contact(
             addresses=[host] if host else own_addresses(nodes=0),
@@ -182,12 +183,12 @@ class Agents:
     def expect(self, node: str) -> None:
         """Count a node's agent as lost if it does not call within ADOPTION_SECONDS: it belongs to an open attempt."""
         closed_at = time.monotonic() + ADOPTION_SECONDS - CALL_AGAIN_SECONDS
-        self.by_node.setdefault(node, Agent(node, pid=0, closed_at=closed_at))
+        self.by_node.setdefault(node, Agent(node, process="", closed_at=closed_at))
 
     def lose(self, node: str) -> None:
         """Give an agent up at once, as one whose process is known to be dead or whose ranks do not end."""
         if (agent := self.by_node.get(node)) is not None:
-            self._given_up.add((node, agent.pid))
+            self._given_up.add((node, agent.process))
             agent.closed_at = time.monotonic()
             self._lose(agent, "step" if len(self.by_node) == 1 else "gone")
 
@@ -267,15 +268,15 @@ class Agents:
         if not hmac.compare_digest(message.secret.encode(), self._secret.encode()):
             return False
         is_ours = (message.job_id, message.restart) == (self.job_id, self.restart)
-        if not is_ours or (message.node, message.pid) in self._given_up:
+        if not is_ours or (message.node, message.process) in self._given_up:
             self._write(connection, Leave())
             return False
         agent = self.by_node.get(message.node)
-        if agent is not None and agent.pid not in (0, message.pid):
+        if agent is not None and agent.process not in ("", message.process):
             self._lose(agent, "gone")  # another process of its node has taken its place
             agent = None
-        if agent is None or agent.pid == 0:
-            agent = self.by_node[message.node] = Agent(message.node, message.pid)
+        if agent is None or not agent.process:
+            agent = self.by_node[message.node] = Agent(message.node, message.process)
         elif agent.connection is not None:
             self._drop(agent.connection)
         agent.connection, connection.agent = connection, agent

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jobkit import start
 from jobkit.run.rundir import RunDir
+from jobkit.run.schema import ContainerConfig
+from jobkit.supervisor import container
+from jobkit.supervisor.diagnosis import last_words
 from jobkit.supervisor.placement import Placement
 from jobkit.supervisor.protocol import LOCAL
 from jobkit.supervisor.retry import Decision, Room
@@ -64,6 +67,8 @@ class LaunchFailure:
     words: str
     nodes: frozenset[str] = frozenset()
     """The nodes that are to blame; empty where all failed alike, which is no node's fault."""
+    final: bool = False
+    """True where another try would end the same way."""
 
 
 class Allocation:
@@ -77,8 +82,10 @@ class Allocation:
     signals_stop = True
     """True if a signal to the supervisor is a person's wish; else it is Slurm's, and Slurm is asked why."""
 
-    def __init__(self, run: RunDir, attempt_seconds: float | None = None) -> None:
-        self.run = run
+    def __init__(
+        self, run: RunDir, attempt_seconds: float | None = None, container: ContainerConfig | None = None
+    ) -> None:
+        self.run, self.container = run, container
         self.attempt_seconds = math.inf if attempt_seconds is None else attempt_seconds
         """The time limit of each attempt, where no scheduler keeps one for the job."""
         self._agent: subprocess.Popen[bytes] | None = None
@@ -93,7 +100,7 @@ class Allocation:
         if self._agent is None and self._agents_started < MOST_TRIES:
             self._agents_started += 1
             self._agent = subprocess.Popen(
-                start.words("jobkit.worker.agent", str(self.run.path)),
+                container.command(self.container, self.run.path.parent, "agent", str(self.run.path)),
                 stdin=subprocess.DEVNULL,
                 env={name: value for name, value in os.environ.items() if name != "JOBKIT_TOKEN"},
                 start_new_session=True,  # a signal to the process group of job.sh is for the supervisor alone
@@ -101,12 +108,16 @@ class Allocation:
 
     def launch_failure(self, missing: Collection[str], look: Look) -> LaunchFailure | None:
         """Return why agents that did not say Hello yet will not come; None while they may."""
-        if self._agent is not None and self._agent.poll() is not None:
+        code = self._agent.poll() if self._agent is not None else None
+        if code is not None:
             self._agent = None
+        if code == container.EXIT_UNFIT:
+            return LaunchFailure(words=last_words(self.run.job_log), final=True)
         if self._agent is not None or self._agents_started < MOST_TRIES:
             return None  # it may wait for devices for days
         self._agents_started = 0
-        return LaunchFailure(words=f"{MOST_TRIES} agents ended before they were ready; see {self.run.job_log}")
+        words = f"{MOST_TRIES} agents ended before they were ready: {last_words(self.run.job_log)}"
+        return LaunchFailure(words=f"{words}; see {self.run.job_log}", final=self.container is not None)
 
     def launched(self) -> None:
         """All agents that were wanted are ready: the next start of agents is the first try again."""
@@ -115,7 +126,8 @@ class Allocation:
     def lost(self, node: str) -> None:
         """The agent of a node is gone."""
         if self._agent is not None:
-            self._agent.kill()  # it may be stopped
+            # The agent may be stopped. A container's runtime is its parent, in the same process group.
+            os.killpg(self._agent.pid, signal.SIGKILL)
             self._agent.wait()
             self._agent = None
 

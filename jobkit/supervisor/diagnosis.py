@@ -56,6 +56,8 @@ class Facts:
     """In order of arrival. After a signal of Slurm's a lost agent is no lost node."""
     launch_error: str | None = None
     """Srun's words where it could start nothing and named no node; a node that it named is a LostNode."""
+    launch_is_final: bool = False
+    """True where another start would end the same way: an option of srun that Slurm refuses, an image without torch."""
     asked: tuple[Cause, str] | None = None
     """The reason for which the supervisor itself ended the ranks (timeout, hang, cancelled, preempted, stopped), and
     words for `error`. The first one counts."""
@@ -120,7 +122,8 @@ def diagnose(facts: Facts, traces: Traces, began: Began, *, command: bool = Fals
     if deaths:
         return _death(*facts.exits[deaths[0]], facts=facts, failed=failed, began=began, traces=traces)
     if facts.launch_error:
-        return Verdict(cause="node_failure", error=facts.launch_error)
+        is_final = facts.launch_is_final
+        return Verdict(cause="crashed" if is_final else "node_failure", error=facts.launch_error, final=is_final)
     if end := _first(failed.values(), failed, facts):
         return _failed(end, failed, began, traces)
     stopped = [exited.rank for exited, _ in facts.exits if exited.code == EXIT_RESUMABLE]

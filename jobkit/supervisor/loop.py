@@ -170,7 +170,7 @@ class Supervisor:
             if (agent := self.agents.by_node.get(node)) is not None:
                 self.agents.send(agent, message)
             else:  # it went while the attempt waited for the disk
-                running.note(Agent(node, pid=0), Lost("gone"), time.monotonic())
+                running.note(Agent(node, process=""), Lost("gone"), time.monotonic())
         if problem is not None:
             running.cannot_start(problem)
         self._obey(running)  # without ranks no turn follows: the reason to stop is the attempt's cause

@@ -59,9 +59,9 @@ def _run(run: RunDir, me: Me, scheduler: str, srun_arguments: Sequence[str], sig
     if scheduler == "slurm":
         from jobkit.supervisor.slurm_allocation import SlurmAllocation
 
-        allocation: Allocation = SlurmAllocation(run, me, tenure.config.resources, srun_arguments)
+        allocation: Allocation = SlurmAllocation(run, me, tenure.config, srun_arguments)
     else:
-        allocation = Allocation(run, tenure.config.resources.seconds)
+        allocation = Allocation(run, tenure.config.resources.seconds, tenure.config.container)
     supervisor = Supervisor(tenure, allocation, signals)
     try:
         code = supervisor.run()

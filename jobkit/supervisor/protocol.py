@@ -56,7 +56,8 @@ class Hello:
     """Slurm's restart count; an agent of an earlier start of the job is turned away."""
     step: str | None = None
     """Id of the Slurm step that started it."""
-    pid: int = 0
+    process: str = ""
+    """A random word for the process: in containers all agents may have the same pid."""
     attempt: int | None = None
     """The attempt whose ranks it has, if any are alive or not yet reported."""
     alive: list[int] = field(default_factory=list)

@@ -16,7 +16,7 @@ from enum import IntEnum
 from jobkit.errors import EXIT_RESUMABLE
 from jobkit.run.records import Cause
 from jobkit.supervisor.agents import Agent, Lost, News
-from jobkit.supervisor.allocation import MARGIN_SECONDS
+from jobkit.supervisor.allocation import MARGIN_SECONDS, LaunchFailure
 from jobkit.supervisor.diagnosis import OF_A_STOP, Facts, LostNode
 from jobkit.supervisor.protocol import Exited, Hello, NotStarted, Signalled, Silent
 
@@ -107,12 +107,12 @@ class Running:
             case _:
                 return
 
-    def cannot_start(self, problem: str | LostNode) -> None:
+    def cannot_start(self, problem: LaunchFailure | LostNode) -> None:
         """Note the reason why no rank could be started."""
         if isinstance(problem, LostNode):
             self.facts.lost_nodes.append(problem)
         else:
-            self.facts.launch_error = problem
+            self.facts.launch_error, self.facts.launch_is_final = problem.words, problem.final
 
     def keep_nodes(self, alive: set[str]) -> None:
         """Count nodes that Slurm knows to be well as kept: their agents alone were killed."""

@@ -14,14 +14,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jobkit import start
 from jobkit.errors import SchedulerError
 from jobkit.log import log
 from jobkit.run.rundir import RunDir
-from jobkit.run.schema import Resources
+from jobkit.run.schema import Config
 from jobkit.slurm import commands, jobs, nodes
-from jobkit.supervisor import requeue
+from jobkit.supervisor import container, requeue
 from jobkit.supervisor.allocation import MOST_TRIES, Allocation, LaunchFailure, Look, margin_of
+from jobkit.supervisor.diagnosis import last_words
 from jobkit.supervisor.placement import Placement
 from jobkit.supervisor.retry import Decision, Room
 from jobkit.supervisor.tenure import Me, NotRunnable, Tenure, way_back
@@ -66,9 +66,9 @@ class SlurmAllocation(Allocation):
     host = ""
     signals_stop = False
 
-    def __init__(self, run: RunDir, me: Me, resources: Resources, srun_arguments: Sequence[str] = ()) -> None:
-        super().__init__(run)
-        self.me, self.resources = me, resources
+    def __init__(self, run: RunDir, me: Me, config: Config, srun_arguments: Sequence[str] = ()) -> None:
+        super().__init__(run, container=config.container)
+        self.me, self.resources = me, config.resources
         self.srun_arguments = srun_arguments
         self._names = nodes.expand(os.environ["SLURM_JOB_NODELIST"])
         self._steps: list[Step] = []
@@ -89,10 +89,8 @@ class SlurmAllocation(Allocation):
         todo = [node for node in nodes if node not in launched and node not in self._failed]
         for node in [node for node in todo if self._tries.get(node, 0) >= MOST_TRIES]:
             todo.remove(node)
-            self._failed[node] = (
-                -1,
-                f"{MOST_TRIES} agents ended before they were ready; see {self.run.agent_log(attempt, node)}",
-            )
+            said = last_words(self.run.agent_log(attempt, node))
+            self._failed[node] = -1, f"{MOST_TRIES} agents ended before they were ready: {said}"
         if todo:
             self._start(todo, attempt, is_single=len(todo) == 1 and bool(self._steps))
 
@@ -135,7 +133,7 @@ class SlurmAllocation(Allocation):
             f"--output={log}",  # written on each node: an agent's words outlive srun and the batch node
             "--open-mode=append",
             *guard,
-            *start.words("jobkit.worker.agent", str(self.run.path)),
+            *container.command(self.container, self.run.path.parent, "agent", str(self.run.path)),
         ]
 
     def _skip_step_numbers(self) -> None:
@@ -159,13 +157,16 @@ class SlurmAllocation(Allocation):
                 step.srun.wait()
             if not late or step.srun.poll() is None:
                 continue
+            if step.srun.returncode == container.EXIT_UNFIT:
+                return LaunchFailure(words=last_words(self.run.agent_log(step.attempt, late[0])), final=True)
             step.ended = min(step.ended, now)
             if look.asked < step.ended:
                 continue  # srun cannot start anything without a controller, which is no node's fault
             self._forget(late)
             for node in late:
                 if step.is_single:
-                    self._failed[node] = step.srun.returncode, step.words()
+                    said = last_words(self.run.agent_log(step.attempt, node))
+                    self._failed[node] = step.srun.returncode, " / ".join(filter(None, [step.words(), said]))
                 else:
                     self._start([node], step.attempt, is_single=True)
         for node in set(missing) & look.down - set(self._failed):
@@ -177,7 +178,21 @@ class SlurmAllocation(Allocation):
         has_others = any(step.nodes for step in self._steps)
         are_alike = len({code for code, _ in failed.values()}) == 1
         words = "; ".join(dict.fromkeys(f"{node}: {said}" for node, (_, said) in sorted(failed.items())))
-        return LaunchFailure(words=words, nodes=frozenset() if are_alike and not has_others else frozenset(failed))
+        if are_alike and not has_others:
+            return LaunchFailure(words=words, final=self._are_arguments_refused())
+        return LaunchFailure(words=words, nodes=frozenset(failed))
+
+    def _are_arguments_refused(self) -> bool:
+        """Return whether srun starts a process here without the user's own arguments alone."""
+
+        def starts(*arguments: str) -> bool:
+            words = ["srun", "--overlap", "--nodes=1", "--ntasks=1", *arguments, "true"]
+            return subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=60).returncode == 0
+
+        try:
+            return bool(self.srun_arguments) and starts() and not starts(*self.srun_arguments)
+        except subprocess.TimeoutExpired:  # nobody knows
+            return False
 
     def launched(self) -> None:
         self._tries.clear()

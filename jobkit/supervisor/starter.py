@@ -12,7 +12,7 @@ from functools import partial
 
 from jobkit.log import log
 from jobkit.supervisor.agents import Agents
-from jobkit.supervisor.allocation import Allocation, Look
+from jobkit.supervisor.allocation import Allocation, LaunchFailure, Look
 from jobkit.supervisor.diagnosis import LostNode
 from jobkit.supervisor.placement import Placement, nodes_to_use
 from jobkit.supervisor.protocol import LOCAL, RankPlace, Start
@@ -20,9 +20,9 @@ from jobkit.supervisor.tenure import Tenure
 
 
 class CannotStart(Exception):
-    """No attempt can begin: the node to blame, or words where no node is."""
+    """No attempt can begin: the node to blame, or a failure that is no node's."""
 
-    def __init__(self, problem: str | LostNode) -> None:
+    def __init__(self, problem: LaunchFailure | LostNode) -> None:
         super().__init__(str(problem))
         self.problem = problem
 
@@ -66,7 +66,7 @@ class Starter:
         ready = [node for node, agent in by_node.items() if agent.is_ready]
         self.used = placement.choose(self.used, self.tenure.config.resources.nodes, ready)
         if not self.used:
-            raise CannotStart(f"too few nodes are left of {', '.join(self.names)}")
+            raise CannotStart(LaunchFailure(words=f"too few nodes are left of {', '.join(self.names)}"))
         missing = [node for node in self.used if node not in by_node]
         if missing:
             # Spares get their agents at the beginning: to start one later takes seconds of the replacement.
@@ -77,7 +77,7 @@ class Starter:
             if (failure := self.allocation.launch_failure(missing, look)) is not None:
                 log.warning("%s", failure.words)
                 if not failure.nodes:
-                    raise CannotStart(failure.words)
+                    raise CannotStart(failure)
                 self.lost |= failure.nodes
                 if not self.placement.can_start_again():
                     raise CannotStart(LostNode(node=min(failure.nodes), why=failure.words))

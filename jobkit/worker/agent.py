@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import secrets
 import select
 import signal
 import time
@@ -249,7 +250,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     run = RunDir(arguments[0])
     job_id = os.environ["JOBKIT_JOB_ID"]
-    hello = Hello(secret="", node=LOCAL, job_id=job_id, pid=os.getpid())
+    hello = Hello(secret="", node=LOCAL, job_id=job_id, process=secrets.token_hex(4))
     if not job_id.startswith("local-"):
         node, step = os.environ["SLURMD_NODENAME"], os.environ["SLURM_STEP_ID"]
         hello = replace(hello, node=node, step=step, restart=restart_count(os.environ))

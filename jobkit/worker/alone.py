@@ -19,7 +19,7 @@ from jobkit.errors import SchedulerError
 from jobkit.log import log
 from jobkit.run.journal import read_status
 from jobkit.run.rundir import RunDir
-from jobkit.slurm import jobs, nodes
+from jobkit.slurm import commands, jobs, nodes
 from jobkit.supervisor import notify
 from jobkit.supervisor.allocation import margin_of
 from jobkit.supervisor.attempt import rescue
@@ -88,7 +88,8 @@ class Alone:
             log.warning("%s: another job or attempt owns the run", self.run.name)
             return False
         if not self._is_local:
-            self._look_after_helper(children)
+            if commands.is_available():  # a container may hide Slurm's commands: its ranks train until Slurm ends them
+                self._look_after_helper(children)
         elif self.run.alive_lock().is_held():
             self._alive_at = now
         elif min(link.silent_seconds, now - self._alive_at) > LOCAL_SECONDS:

@@ -40,7 +40,7 @@ class Caller:
         assert contact is not None
         self.socket = socket.create_connection((contact.addresses[0], contact.port))
         self.socket.settimeout(10.0)
-        values = {"secret": contact.secret, "job_id": "7", "pid": hash(node) % 10**6 + 1, "node": node, **hello}
+        values = {"secret": contact.secret, "job_id": "7", "process": f"of {node}", "node": node, **hello}
         self.say(Hello(**values))  # type: ignore[arg-type]
         self._lines, self._heard = Lines(), list[Message]()
 
@@ -163,10 +163,10 @@ def test_an_agent_may_call_again(agents: Agents, run: RunDir) -> None:
 
 
 def test_an_agent_that_takes_the_place_of_another_shows_its_death(agents: Agents, run: RunDir) -> None:
-    call(agents, run, pid=5)
-    Caller(agents, run, pid=6)
+    call(agents, run, process="5")
+    Caller(agents, run, process="6")
     assert news_of(agents, 2)[0] == ("node1", Lost("gone"))
-    assert agents.by_node["node1"].pid == 6
+    assert agents.by_node["node1"].process == "6"
 
 
 @pytest.mark.parametrize(
@@ -187,15 +187,15 @@ def test_losses(agents: Agents, run: RunDir, closed: list[str], lost: dict[str, 
 
 
 def test_an_agent_that_was_given_up_does_not_come_back(agents: Agents, run: RunDir) -> None:
-    first = call(agents, run, pid=5)
+    first = call(agents, run, process="5")
     agents.lose("node1")
     assert news_of(agents) == [("node1", Lost("step"))]
     assert first.hears() is None
-    again = Caller(agents, run, pid=5)
+    again = Caller(agents, run, process="5")
     agents.wait(0.2)
     agents.wait(0.2)
     assert again.hears() == Leave()
-    call(agents, run, pid=6)
+    call(agents, run, process="6")
 
 
 def test_the_next_supervisor_is_reached_at_the_same_address(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

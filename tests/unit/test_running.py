@@ -18,7 +18,7 @@ from jobkit.supervisor.protocol import Exited, Hello, NotStarted, Signalled, Sil
 from jobkit.supervisor.running import END_SECONDS, REPORT_SECONDS, STACKS_SECONDS, Pressure, Running
 from jobkit.supervisor.tenure import Me, Tenure
 
-NODES = {node: Agent(node, pid=1) for node in ("n1", "n2", "n3")}
+NODES = {node: Agent(node, process="a") for node in ("n1", "n2", "n3")}
 
 
 def running(reported: frozenset[int] = frozenset()) -> Running:
@@ -95,7 +95,7 @@ def test_a_rank_that_stops_unasked_takes_the_others_with_it() -> None:
 
 def test_a_node_that_goes_before_its_consequences_arrive_comes_first() -> None:
     ranks = running()
-    agent = Agent("n2", pid=1, closed_at=100.0)
+    agent = Agent("n2", process="a", closed_at=100.0)
     ranks.note(NODES["n1"], exited(0, 1), now=100.5)
     ranks.note(agent, Lost("gone"), now=101.0)
     ((lost,), (first, *_)) = ranks.facts.lost_nodes, ranks.facts.exits

@@ -1,0 +1,65 @@
+"""Runs in a real container on a real Slurm: preempted, killed, moved to another node, and options that srun refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+from harness.container import PYTHON, box, outside
+from harness.runs import YAML, Project, is_alive, parent_of, wait_until
+from slurmbox import Cluster
+
+
+def test_a_container_is_preempted_and_killed_and_loses_a_node(
+    make_slurm: Callable[..., Cluster], on_slurm: Callable[..., Project]
+) -> None:
+    cluster = make_slurm(nodes=3, cred_expire=5)
+    project = on_slurm(cluster)
+    entry = {"container": {"prefix": box(project.folder), "python": PYTHON}}
+    project.yaml.write_text(f"{YAML}clusters: {json.dumps({'boxed': entry})}\n")
+    launch = project.submit("--cluster", "boxed", "resources.nodes=2", "resources.min_nodes=1", steps=100_000, every=5)
+    launch.wait_for_step(15)
+    os.kill(outside(launch.rank_pid(1)), signal.SIGKILL)
+    launch.wait_for_attempt(2).wait_for_step(30)
+    os.kill(parent_of(outside(launch.rank_pid(1))), signal.SIGKILL)  # the agent
+    launch.wait_for_attempt(3).wait_for_step(50)
+    cluster.preempt(str(launch.status.job_id))
+    launch.wait_for_attempt(4).wait_for_step(70)
+    rank = outside(launch.rank_pid(0))
+    launch.kill_job_script()  # no agent can act for the script: the container has none of Slurm's commands
+    wait_until(lambda: not is_alive(rank), "the ranks to save and end")
+    assert (launch.run.durable_step() or 0) >= 70
+    project.jobkit("wait", launch.run.name, check=False)
+    again = project.submit("--cluster", "boxed", "resources.nodes=2", "resources.min_nodes=1", steps=100_000, every=5)
+    assert again.run.path == launch.run.path
+    launch.wait_for_attempt(5).wait_for_step(90)
+    batch_node = launch.run.lease().node  # type: ignore[union-attr]
+    lost = next(node for node in launch.status.attempts[4].nodes if node != batch_node)
+    cluster.kill_node(lost)
+    launch.wait_for_attempt(6).wait_for_step(110).end_training().wait_until_over()
+
+    assert (launch.status.state, launch.causes[2]) == ("finished", "preempted")
+    assert launch.causes[4:] == ["node_failure", "finished"]
+    assert [launch.ends[number].next for number in (0, 1, 2, 4)] == ["in_place", "in_place", "requeue", "in_place"]
+    assert [ended.first_step for ended in launch.ends[1:]] == [ended.durable_step for ended in launch.ends[:-1]]
+
+
+@pytest.mark.parametrize("option", ["--mpi=nosuch", "--gres=nosuch:1"])
+def test_a_value_that_srun_refuses_is_tried_once(slurm: Cluster, on_slurm: Callable[..., Project], option: str) -> None:
+    launch = on_slurm(slurm).submit("--cluster", "slurm", f"clusters.slurm.srun_args=['{option}']").wait_until_over()
+    assert (launch.status.state, launch.causes) == ("failed", ["crashed"])
+    assert launch.ends[0].final
+
+
+def test_an_option_that_srun_does_not_know_is_refused_before_anything_is_queued(
+    slurm: Cluster, on_slurm: Callable[..., Project]
+) -> None:
+    project = on_slurm(slurm)
+    words = ("submit", str(project.yaml), "--cluster", "slurm", "clusters.slurm.srun_args=['--nosuch']")
+    refused = project.jobkit(*words, check=False)
+    assert refused.returncode == 2
+    assert "--nosuch" in refused.stderr
+    assert not list(project.folder.glob("runs/scripted-*"))
