@@ -33,4 +33,6 @@ class Tail:
         if not to_the_end:
             data = data[: data.rfind(b"\n") + 1]
         self._positions[file] = position + len(data)
-        return data.decode(errors="replace").splitlines()
+        lines = data.decode(errors="replace").split("\n")
+        # A progress bar draws itself again and again in one line: its last state counts.
+        return [line.rstrip("\r").rpartition("\r")[2] for line in (lines[:-1] if not lines[-1] else lines)]

@@ -92,8 +92,8 @@ _Dumper.yaml_implicit_resolvers = {
     first: [*yaml.SafeLoader.yaml_implicit_resolvers.get(first, []), *_Loader.yaml_implicit_resolvers.get(first, [])]
     for first in {*yaml.SafeLoader.yaml_implicit_resolvers, *_Loader.yaml_implicit_resolvers}
 }
-_NONE = re.compile(r"[Nn]one$")
-_Dumper.add_implicit_resolver("!none", _NONE, list("Nn"))  # so that the text `none` gets quotes
+_NONE = re.compile(r"None$")
+_Dumper.add_implicit_resolver("!none", _NONE, ["N"])  # so that the text `None` gets quotes
 
 
 def dump(value: Any) -> str:
@@ -166,11 +166,11 @@ def _load(text: str, places: Places, key: str = "") -> tuple[Any, yaml.Node | No
     return value, node
 
 
-def _collect(node: yaml.Node | None, key: str, places: Places, *, in_list: bool = False) -> None:
+def _collect(node: yaml.Node | None, key: str, places: Places) -> None:
     """Note the places of the keys below a node. Raises InputError for a value `None`, which is a text for YAML, and a
-    Python user's null; an item of a list may be an argument of a command."""
-    may_be_none = in_list or key.endswith("comm.hook")  # which has a word of that name
-    if isinstance(node, yaml.ScalarNode) and node.style is None and _NONE.fullmatch(node.value) and not may_be_none:
+    Python user's null; a word of a command may be `None`."""
+    is_none = isinstance(node, yaml.ScalarNode) and node.style is None and _NONE.fullmatch(node.value)
+    if is_none and not key.startswith("command."):
         raise InputError(key=key, found="None", allowed="null for no value, or quotes around the text")
     items: list[tuple[str, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.SequenceNode):
@@ -180,4 +180,4 @@ def _collect(node: yaml.Node | None, key: str, places: Places, *, in_list: bool 
     for name, start, value in items:
         inner = f"{key}.{name}" if key else name
         places.by_key[inner] = (places.file, start.start_mark.line + 1 if isinstance(places.file, Path) else None)
-        _collect(value, inner, places, in_list=isinstance(node, yaml.SequenceNode))
+        _collect(value, inner, places)

@@ -41,7 +41,9 @@ _HINTS = {
     "invalid partition": "`sinfo` lists the partitions; set clusters.<name>.partition",
     "invalid account": "`sacctmgr show assoc user=$USER` lists your accounts; set clusters.<name>.account",
     "sleeping and retrying": "the cluster has as many jobs as it takes: MaxJobCount in `scontrol show config`",
-    "configuration": "is a Slurm configured here? Without a cluster, use --local",
+    "configuration source": "is a Slurm configured here? Without a cluster, use --local",
+    "configuration file": "is a Slurm configured here? Without a cluster, use --local",
+    "node configuration is not": "no node has that much; `sinfo --Format=nodehost,cpus,memory,gres` shows the nodes",
     **dict.fromkeys(_AWAY, "the controller is down: `scontrol ping`; the same command works later"),
 }
 """Words of Slurm's complaint -> the user's next step."""

@@ -91,6 +91,7 @@ class Partition:
     total_nodes: int
     is_default: bool = False
     state: str = "UP"
+    min_nodes: int = 0
     max_nodes: int | None = None
     max_seconds: float | None = None
     max_cpus: int | None = None
@@ -120,6 +121,7 @@ def parse_partition(record: dict[str, str]) -> Partition:
         total_nodes=int(record["TotalNodes"]),
         is_default=record["Default"] == "YES",
         state=record["State"],
+        min_nodes=int(record.get("MinNodes", 0)),
         max_nodes=number.get("MaxNodes"),
         max_seconds=parse_seconds(limits["MaxTime"]) if "MaxTime" in limits else None,
         max_cpus=number.get("MaxCPUsPerNode"),
@@ -150,6 +152,7 @@ def limits_refuse(choice: Sequence[Partition], needs: Needs) -> InputError | Non
 
 
 def _refusal(part: Partition, needs: Needs) -> InputError | None:
+    never = f"partition {part.name} never starts such a job"
     for key, asked, limit, unit in (
         ("resources.nodes", needs.nodes, part.total_nodes, "nodes in it"),
         ("resources.nodes", needs.nodes, part.max_nodes, "nodes, MaxNodes"),
@@ -158,6 +161,9 @@ def _refusal(part: Partition, needs: Needs) -> InputError | None:
         ("mem", needs.megabytes, part.max_megabytes, "MB a node, MaxMemPerNode"),
     ):
         if asked is not None and limit is not None and asked > limit:
-            where = f"partition {part.name} never starts such a job"
-            return InputError(where, key=key, found=asked, allowed=f"at most {limit:g} {unit}")
+            return InputError(never, key=key, found=asked, allowed=f"at most {limit:g} {unit}")
+    if needs.nodes < part.min_nodes:
+        return InputError(
+            never, key="resources.nodes", found=needs.nodes, allowed=f"{part.min_nodes} or more, MinNodes"
+        )
     return None

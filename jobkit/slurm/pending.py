@@ -16,6 +16,9 @@ REASONS = {
     "PartitionNodeLimit": "it asks for more nodes than the partition has or allows, or for fewer",
     "PartitionTimeLimit": "its time limit is longer than the partition allows: set a shorter resources.time",
     "BadConstraints": "no node is as it asks for: see `constraint` and the like in the cluster's entry",
+    "PartitionDown": "its partition is down: it waits until that is up again",
+    "PartitionInactive": "its partition is inactive: it waits until that is up again",
+    "MaxMemPerLimit": "it asks for more memory than a limit of Slurm allows: set a smaller `mem` or `mem_per_cpu`",
     "AccountNotAllowed": "the partition does not take jobs of this account",
     "Cleaning": "it was requeued, and its last start is still being cleaned up",
     "JobArrayTaskLimit": "as many runs of its sweep as may run at once (--max-running) are running",
@@ -29,8 +32,7 @@ REASONS = {
     "Assoc": "a limit of your account (`sacctmgr show assoc user=$USER` lists them)",
     "Nodes required for job are DOWN": "nodes that it needs are down, drained, or kept for jobs of higher priority",
 }
-"""The beginning of Slurm's word -> its meaning: there are 60 limits of accounts and QOS. Words that say it themselves,
-as PartitionDown, are left out."""
+"""The beginning of Slurm's word -> its meaning: there are 60 limits of accounts and QOS."""
 
 
 def explain_reason(reason: str) -> str:

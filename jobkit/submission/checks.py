@@ -34,7 +34,7 @@ PLUGIN = "jobkit.worker.job_environment:JobkitJobEnvironment"
 
 def check(plan: LaunchPlan, folder: Path) -> list[str]:
     """Refuse a plan that would fail in its job; returns lines for the user. `folder` is where the command was typed."""
-    config, notes = plan.config, []
+    config, notes = plan.config, list(plan.notes)
     _check_runs_dir(plan)
     if not is_installed():
         raise InputError(f"jobkit is not installed in {sys.executable}: no job of it would start", hint="pip install")
@@ -113,6 +113,7 @@ def _check_task(task: str, folder: Path) -> None:
     spec = _find(module, folder, "task")
     if spec.origin is None or not spec.origin.endswith(".py"):
         raise InputError("not a Python file", key="task", found=spec.origin or f"the folder {module}")
+    _check_imports(Path(spec.origin), folder, "task")
     names = _names_in(Path(spec.origin))
     if names is not None and name not in names:
         raise InputError(f"{spec.origin} does not define it", key="task", found=name, hint=nearest(name, sorted(names)))
@@ -131,12 +132,35 @@ def _find(module: str, folder: Path, key: str) -> ModuleSpec:
         path = [*(spec.submodule_search_locations or ())]
     if spec is None:
         top = module.partition(".")[0]
-        is_above = [above for above in folder.parents if (above / f"{top}.py").exists() or (above / top).is_dir()]
         hint = nearest(module, [file.stem for file in folder.glob("*.py")])
-        if is_above:
-            hint = f"{top} is in {is_above[0]}: type the command there"
+        if (above := _folder_above(top, folder)) is not None:
+            hint = f"{top} is in {above}: type the command there"
         raise _NotInstalled(f"no such module in {folder}, and none is installed", key=key, found=module, hint=hint)
     return spec
+
+
+def _check_imports(file: Path, folder: Path, key: str) -> None:
+    """Refuse a file of the folder that imports a module from a folder above: `sys.path.append("..")` works where the
+    file is, and not in the copy of the folder's code."""
+    if not file.is_relative_to(folder):
+        return
+    for node in _parse(file).body:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module]
+        for name in {name.partition(".")[0] for name in names}:
+            above = _folder_above(name, folder)
+            if above is None or PathFinder.find_spec(name, [str(file.parent), str(folder)]):
+                continue
+            if importlib.util.find_spec(name) is None:
+                problem, hint = f"{file.name} imports {name} from {above}", "type the command there"
+                raise _NotInstalled(problem, key=key, found=str(file.relative_to(folder)), hint=hint)
+
+
+def _folder_above(module: str, folder: Path) -> Path | None:
+    """The folder above that has a module."""
+    is_there = (above for above in folder.parents if (above / f"{module}.py").exists() or (above / module).is_dir())
+    return next(is_there, None)
 
 
 def _names_in(file: Path) -> set[str] | None:
@@ -184,7 +208,7 @@ def _check_command(command: list[str], folder: Path) -> None:
             hint = nearest(words[0], [file.name for file in folder.glob("*.py")])
             raise InputError(f"no such file in {folder}", key="command", found=words[0], hint=hint)
         if words[0].endswith(".py") and (folder / words[0]).is_file():
-            _parse(folder / words[0])
+            _check_imports(folder / words[0], folder, "command")
 
 
 def _check_service(name: str) -> None:

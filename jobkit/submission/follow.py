@@ -13,7 +13,7 @@ import sys
 import time
 
 from jobkit.display import Display
-from jobkit.errors import EXIT_FAILED, EXIT_FINISHED
+from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE
 from jobkit.run.chain import waits_for
 from jobkit.run.journal import read_status
 from jobkit.run.rundir import RunDir
@@ -55,6 +55,8 @@ class Follower:
         for number in range(max(self._first, newest - 1), newest + 1):  # the one before may have printed its last later
             for line in self._tail.read(self.run.rank_log(number, 0), to_the_end=to_the_end):
                 print(line, flush=True) if not sys.stdout.isatty() else self.display.say(line)
+            for line in self._tail.read(self.run.rank_log(number, 0, "err"), to_the_end=to_the_end):
+                self.display.say(line)
         ended = [attempt for attempt in status.attempts if attempt.ended is not None]
         for attempt in ended[self._ended :]:
             if attempt.ended is not None and attempt.ended.next not in ("stop", "fail"):
@@ -81,7 +83,7 @@ class Follower:
             say(f"run directory: {self.run.path}")
             return EXIT_FINISHED
         if state == "failed" and ended is not None:
-            if ended.traceback:
+            if ended.traceback and ended.rank != 0:  # rank 0 has printed its own
                 say(ended.traceback.rstrip())
             say(f"output: {self.run.logs(ended.attempt)}")
         elif status.attempt is None or status.attempt.submission != status.person_submission:
@@ -107,6 +109,22 @@ def follow_local(run: RunDir, process: subprocess.Popen[bytes], signals: Signals
     """Show a local run until its job has ended; returns the exit code. A signal stops the run, a second one kills."""
     follower = Follower(run)
     stop = Stop(run, process, follower.display)
+    try:
+        _show(run, process, signals, follower, stop)
+    except OSError:
+        # Ctrl-C ends `| tee` too, and a terminal closes: the output may fail before the signal is here.
+        time.sleep(AGAIN_SECONDS)
+        if not signals.received:
+            raise
+        stop.ask(read_status(run), kills=False)
+        return EXIT_RESUMABLE
+    now = view(run)
+    code = follower.end(now)
+    cannot_start = now.state == LOST and process.returncode == EXIT_FAILED and not signals.received  # setup lines
+    return EXIT_FAILED if cannot_start else code
+
+
+def _show(run: RunDir, process: subprocess.Popen[bytes], signals: Signals, follower: Follower, stop: Stop) -> None:
     look_at, turn_shown = time.monotonic() + AGAIN_SECONDS, ""
     # The job script may be killed, and its supervisor live on: the lock says so.
     while process.poll() is None or run.alive_lock().is_held():
@@ -120,10 +138,6 @@ def follow_local(run: RunDir, process: subprocess.Popen[bytes], signals: Signals
                 follower.display.say(f"waiting: {turn}")
         follower.refresh(status)
         time.sleep(POLL_SECONDS)
-    now = view(run)
-    code = follower.end(now)
-    cannot_start = now.state == LOST and process.returncode == EXIT_FAILED and not signals.received  # setup lines
-    return EXIT_FAILED if cannot_start else code
 
 
 class Stop:
@@ -138,15 +152,16 @@ class Stop:
         """Stop the open attempt by a request; without one, end whatever is about to begin one."""
         attempt = status.open_attempt
         number = attempt.number if attempt is not None else 0
-        if (number, kills) not in self._asked:
-            self._asked.add((number, kills))
-            saves = "stopping once the ranks have saved; Ctrl-C again kills" if attempt is not None else "stopping"
-            self.display.say("killing the ranks" if kills else saves)
-            if attempt is not None:
-                self.run.ask("stop", status, 0.0 if kills else None)
+        is_new = (number, kills) not in self._asked
+        self._asked.add((number, kills))
+        if attempt is not None and is_new:
+            self.run.ask("stop", status, 0.0 if kills else None)
         if attempt is None and time.monotonic() >= self._signal_at:
             self._signal_at = time.monotonic() + AGAIN_SECONDS
             self._signal(status, kills)
+        if is_new:  # last: nobody may read it
+            saves = "stopping once the ranks have saved; Ctrl-C again kills" if attempt is not None else "stopping"
+            self.display.say("killing the ranks" if kills else saves)
 
     def _signal(self, status: Status, kills: bool) -> None:
         lease = self.run.lease()

@@ -69,7 +69,7 @@ jobkit_elsewhere() {
     trap '' TERM
     trap - EXIT
     local excluded nodes
-    echo "jobkit: $jobkit_node can begin no attempt (exit code $1)" >&2
+    echo "jobkit: $jobkit_node can begin no attempt (exit code $1)${jobkit_line:+; setup: $jobkit_line}" >&2
     [ "$jobkit_scheduler" = slurm ] || exit 1
     # Several starts in a row, or a disk that does not even take the count: it is not the node.
     [ "${SLURM_RESTART_COUNT:-0}" -lt $jobkit_most ] || [ -e "$jobkit_failed_starts" ] || exit 1
@@ -101,16 +101,18 @@ trap : TERM
 jobkit_start_of_job="$jobkit_node ${SLURM_RESTART_COUNT:-0}"
 echo "$jobkit_start_of_job" >>"$jobkit_failed_starts"
 trap 'jobkit_elsewhere $?' EXIT # a line of the user's may exit, as ${DATA:?} does
+# `source FILE`, with redirections: not with arguments, as `source activate ENV` has, whose status tells.
+jobkit_source='^ *(source|\.) +("[^"]+"|'"'[^']+'"'|[^] ;&|<>]+) *(([0-9]*|&)>>?&? *[^ ;&|<>]+ *)*;? *$'
 for jobkit_line in "${jobkit_setup[@]}"; do
     # The status of the line counts, as in the user's own shell: no `set -e` for what it sources.
     eval "$jobkit_line" 9>&- || {
         jobkit_code=$?
         # `source rc.sh` has the status of the file's last command, which may be `[ -f x ] && source x`.
-        [[ $jobkit_line =~ ^(source|\.)\ +([^ ;&|]+)$ ]] && eval "[ -r ${BASH_REMATCH[2]} ]" && continue
-        echo "jobkit: setup: exit code $jobkit_code: $jobkit_line" >&2
+        [[ $jobkit_line =~ $jobkit_source ]] && eval "bash -n ${BASH_REMATCH[2]}" && continue
         jobkit_elsewhere $jobkit_code # a module that does not load must not train without it
     }
 done
+unset jobkit_line
 set +eu # as a line of the user's may have set them
 trap : TERM
 [[ $(trap -p EXIT) != *jobkit_elsewhere* ]] || trap - EXIT # the user's own stays

@@ -132,7 +132,7 @@ def make_plan(loaded: Loaded, runs_dir: Path, target: Target) -> LaunchPlan:
         target=target,
         options=options,
         parameters=_parameters(config.resources, options) if is_slurm else {},
-        notes=loaded.notes,
+        notes=_words_of_down(partitions),
     )
     return plan.at(plan.run)
 
@@ -172,6 +172,13 @@ def _partitions(options: Options) -> list[Partition]:
         return []
 
 
+def _words_of_down(partitions: Sequence[Partition]) -> list[str]:
+    """A line for the user where no partition of the job is up."""
+    if not partitions or any(part.state == "UP" for part in partitions):
+        return []
+    return [f"partition {part.name} is {part.state}: the job waits until it is up" for part in partitions]
+
+
 def _auto_seconds(partitions: Sequence[Partition]) -> float:
     """`time: auto`: an hour, or the limit of the partition if that is shorter."""
     limits = [math.inf if part.max_seconds is None else part.max_seconds for part in partitions]
@@ -182,26 +189,32 @@ def _refuse_limits(resources: Resources, options: Options, partitions: Sequence[
     """Raise InputError for a job that no partition of its list ever starts."""
     if options.of_sbatch("qos") is not None:
         return  # flags of a QOS may lift the limits of a partition
+    cores = resources.ranks_per_node * resources.cpus_per_task
+    memory = next((name for name in ("mem", "mem_per_cpu") if options.of_sbatch(name) is not None), "mem")
+    megabytes = _megabytes(options.of_sbatch(memory))
     needs = nodes.Needs(
         nodes=resources.nodes + resources.spares,
         seconds=_minutes(resources) * 60,
-        cpus=resources.ranks_per_node * resources.cpus_per_task,
-        megabytes=_megabytes(options.of_sbatch("mem")),
+        cpus=cores,
+        megabytes=megabytes * cores if megabytes is not None and memory == "mem_per_cpu" else megabytes,
     )
     error = nodes.limits_refuse(partitions, needs)
     if error is None:
         return
     name = error.key.rpartition(".")[2]
-    if name == "mem" or name in options.resources:
+    if name == "mem":
+        name, error.found = memory, options.of_sbatch(memory)
+    if name == memory or name in options.resources:
         error.key = f"clusters.{cluster}.{name}"
     raise error
 
 
 def _megabytes(text: Any) -> float | None:
-    """Megabytes of `4G`, `4GB`, `500M` or a bare number; None for another text, and for 0, all of a node's memory."""
+    """Megabytes of `4G`, `4GB`, `500M` or a bare number; None for another text. 0, all of a node's memory, is more than
+    any limit."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)B?", str(text or "").upper())
     scale = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
-    return float(match[1]) * scale[match[2]] or None if match else None
+    return float(match[1]) * scale[match[2]] or math.inf if match else None
 
 
 def _minutes(resources: Resources) -> int:

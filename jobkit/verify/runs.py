@@ -15,16 +15,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from jobkit.display import Display
 from jobkit.errors import JobkitError
 from jobkit.run import records
 from jobkit.run.files import write_json
+from jobkit.run.journal import read_status
 from jobkit.run.load import Loaded
 from jobkit.run.records import Drill, Interruption
 from jobkit.run.rundir import FRAMEWORK, RunDir
 from jobkit.run.schema import MirrorConfig
 from jobkit.run.view import view
+from jobkit.slurm import jobs
 from jobkit.submission import transaction
+from jobkit.submission.follow import Stop
 from jobkit.submission.plan import LaunchPlan, Target, make_plan
+from jobkit.submission.signals import Signals
 from jobkit.verify import compare
 from jobkit.verify.compare import Difference, Trace
 from jobkit.verify.explain import difference_lines, interruption_words, locals_line, relative_words
@@ -168,10 +173,18 @@ class Verification:
 
         self._number += 1
         os.environ["PYTHONHASHSEED"] = str(self._number)  # this command does nothing else
-        outcome = transaction.submit(plan, self.folder, prepare=prepare)
-        run = outcome.run
-        while not (now := view(run)).is_over:
-            time.sleep(POLL_SECONDS if outcome.process is not None else 10 * POLL_SECONDS)
+        with Signals():  # a SIGTERM is as good as Ctrl-C
+            outcome = transaction.submit(plan, self.folder, prepare=prepare)
+            run = outcome.run
+            try:
+                while not (now := view(run)).is_over:
+                    time.sleep(POLL_SECONDS if outcome.process is not None else 10 * POLL_SECONDS)
+            except KeyboardInterrupt:
+                if outcome.process is not None:
+                    Stop(run, outcome.process, Display(run.name)).ask(read_status(run), kills=True)
+                elif outcome.job_id is not None:
+                    jobs.cancel(outcome.job_id)
+                raise
         if outcome.process is not None:
             outcome.process.wait()
         if now.state != "finished":

@@ -8,6 +8,7 @@ worker/task.py and script.py call this before they make a Context. It is the fir
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from jobkit.addresses import interface_towards
-from jobkit.errors import DistributedError
+from jobkit.errors import DistributedError, UsageError
 from jobkit.group import RankGroup
 from jobkit.train.devices import check_precision, choose_device, group_backend, set_determinism
 from jobkit.worker.rank import Rank
@@ -48,6 +49,7 @@ def join(rank: Rank, file: Path | None = None) -> Joined:
     if rank.world_size == 1 and not dist.is_initialized():
         return Joined(device, RankGroup.alone())
     if not dist.is_initialized():
+        _check_interface(os.environ.get("GLOO_SOCKET_IFNAME", ""))
         # Gloo would resolve the name of the host to find its interface; on many clusters names do not resolve.
         if file is None and (interface := interface_towards(os.environ["MASTER_ADDR"])):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -66,6 +68,16 @@ def join(rank: Rank, file: Path | None = None) -> Joined:
                 f"rank {rank.rank} of {rank.world_size} cannot join at {address}: {error}"
             ) from error
     return Joined(device, RankGroup.of_world())
+
+
+def _check_interface(names: str) -> None:
+    """Refuse interfaces that this host has not: gloo names them, and not the variable of the user's shell."""
+    present = [name for _, name in socket.if_nameindex()]
+    if names and (missing := [name for name in names.split(",") if name not in present]):
+        raise UsageError(
+            f"GLOO_SOCKET_IFNAME={names}: {socket.gethostname()} has no interface {', '.join(missing)}, "
+            f"but {', '.join(present)}; unset the variable, and jobkit chooses"
+        )
 
 
 def leave() -> None:

@@ -143,6 +143,15 @@ def test_an_error_is_of_the_step_in_which_it_was_raised(tmp_path: Path) -> None:
     assert (launch.ends[0].step, launch.ends[0].last_step) == (6, 6)
 
 
+def test_an_interface_of_the_users_shell_that_is_not_here_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    launch = run(tmp_path, "breaks", 2).wait_until_over()
+    assert (launch.status.state, len(launch.ends)) == ("failed", 1)
+    assert "GLOO_SOCKET_IFNAME=nosuch0" in str(launch.ends[0].error)
+
+
 MISTAKES = {
     "untracked": "the optimizer of ctx.optimizer is not tracked",
     "other_optimizer": "changes a tracked model and is not tracked",

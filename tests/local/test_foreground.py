@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import shlex
 import signal
 import subprocess
 from pathlib import Path
 
+import pytest
 from harness.runs import Launch, Project, wait_until
 
 from jobkit.run.rundir import RunDir
@@ -70,3 +74,28 @@ def test_a_second_ctrl_c_kills_ranks_that_do_not_stop(project: Project) -> None:
     launch = launch_of(project)
     assert launch.status.state == "interrupted"
     assert not launch.run.alive_lock().is_held()
+
+
+@pytest.mark.parametrize("end", ["Ctrl-C behind | tee", "a closed terminal"])
+def test_a_terminal_that_takes_no_more_output_stops_the_run(project: Project, end: str) -> None:
+    """Ctrl-C ends tee too, and a closed terminal takes no words: the run hears of it all the same."""
+    terminal, inner = pty.openpty()
+    pipe = " 2>&1 | tee log.txt" if "tee" in end else ""
+    command = f"{shlex.join(project.words('submit', str(project.yaml), '--local', 'params.steps=100000'))}{pipe}"
+    shell = subprocess.Popen(
+        ["setsid", "--ctty", "bash", "-c", command],
+        cwd=project.folder,
+        env=project.environment,
+        stdin=inner,
+        stdout=inner,
+        stderr=inner,
+    )
+    os.close(inner)
+    launch = launch_of(project).wait_for_step(5)
+    if pipe:
+        os.write(terminal, b"\x03")
+    else:
+        os.close(terminal)
+    launch.wait_until_over()
+    assert launch.causes == ["stopped"]
+    shell.wait()

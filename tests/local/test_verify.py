@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.runs import Project
+from harness.runs import Project, wait_until
+from harness.training import training_project
 
 HARNESS = Path(__file__).parents[1] / "harness"
 YAML = "name: forgetful\ntask: forgetful_task:{task}\nparams: {{steps: 100, forgets: nothing}}\n"
@@ -71,6 +73,21 @@ def test_a_forgotten_state_is_named(tmp_path: Path, forgets: str) -> None:
     assert report["difference"] == {"kind": kind, "name": name}, report
     if forgets == "moving average":
         assert "average" in report["lines"][-1]  # the local value, as a hint
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_verification_that_is_stopped_leaves_no_run_behind(
+    tmp_path: Path, no_process_left: None, number: int
+) -> None:
+    project = training_project(tmp_path)
+    words = ("--local", "--steps", "90", "params.steps=100", "+params.step_seconds=10")
+    process = project.start("verify", str(project.yaml), *words)
+    begun = "runs/.verify/*/straight-*/logs/1/rank_0.out"
+    (log,) = wait_until(lambda: list(tmp_path.glob(begun)), "a rank")
+    process.send_signal(number)
+    assert process.wait() == 130
+    launch = project.launch(log.parents[2]).wait_until_over()
+    assert launch.causes == ["stopped"]
 
 
 def test_files_outside_the_run_directory_are_named(tmp_path: Path) -> None:

@@ -24,6 +24,9 @@ FILES = {
     "package/__init__.py": "",
     "package/inner.py": "class Task: ...\n",
     "train.py": "print(1)\n",
+    "above.py": "import os\nimport sys\nsys.path.append('..')\nimport shared_code, mytask\n",
+    "above_task.py": "from shared_code.models import Net\ndef train(rank): ...\n",
+    "../shared_code/models.py": "",
     "data/x": "",
 }
 
@@ -72,6 +75,8 @@ REFUSED: list[tuple[dict[str, Any], str, str, str]] = [  # config, key, found, p
     ({"task": "mytsk:train"}, "task", "mytsk", "'mytask'"),
     ({"task": "mytask:trian"}, "task", "trian", "'train'"),
     ({"task": "package.iner:Task"}, "task", "package.iner", ""),
+    ({"task": "above_task:train"}, "task", "above_task.py", "type the command there"),
+    ({"command": ["python", "above.py"]}, "command", "above.py", "type the command there"),
     ({"task": "mytask.py:train"}, "task", "mytask.py", ""),
     ({"task": "package:Task"}, "task", "Task", ""),
     ({"task": "data:train"}, "task", "the folder data", ""),

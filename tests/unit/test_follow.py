@@ -66,6 +66,9 @@ def test_lines_are_read_once_and_whole(tmp_path: Path) -> None:
     assert tail.read(file) == ["é"]
     assert tail.read(file) == []
     assert tail.read(file, to_the_end=True) == ["naïve"]
+    with file.open("ab") as more:
+        more.write(b"\n 10%|#\r 50%|#####\r100%|##########\nDOS\r\n")
+    assert tail.read(file) == ["", "100%|##########", "DOS"]
 
 
 def test_everything_new_is_shown_once(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,6 +80,7 @@ def test_everything_new_is_shown_once(run: RunDir, capsys: pytest.CaptureFixture
         follower.refresh(Journal(run).status)
         begin(run, 2) if step == 2 else None
     run.rank_log(2, 0).write_text("epoch 1\nepo")
+    run.rank_log(2, 0, "err").write_text("UserWarning: x\n")
     report(run, 2, 9, "the loader is slow")
     follower.refresh(Journal(run).status)
     follower.refresh(Journal(run).status)
@@ -89,6 +93,7 @@ def test_everything_new_is_shown_once(run: RunDir, capsys: pytest.CaptureFixture
     shown = capsys.readouterr()
     assert shown.out.splitlines() == ["epoch 1", "epoch 2"]
     assert [line for line in shown.err.splitlines() if "step" not in line] == [
+        "UserWarning: x",
         "warning: the loader is slow",
         "attempt 2 ended (killed: rank 1: SIGKILL); starting again",
     ]

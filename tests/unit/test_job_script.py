@@ -127,10 +127,28 @@ def test_setup_lines_run_as_in_the_users_shell(job, tmp_path: Path) -> None:  # 
     assert "bye" in done.output
 
 
-@pytest.mark.parametrize("line", ["module load nowhere", "false", ": ${DATA:?}", "exit 4", "source nowhere/rc.sh"])
-def test_a_setup_line_that_fails_starts_the_job_on_another_node(job, line: str) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("line", ["source FILE ", ". FILE;", "source 'FILE' >/dev/null 2>&1", '  source "FILE" &>log'])
+def test_the_status_of_a_sourced_file_is_that_of_its_last_command(job, tmp_path: Path, line: str) -> None:  # type: ignore[no-untyped-def]
+    rc = tmp_path / ("r c.sh" if "'" in line or '"' in line else "rc.sh")
+    rc.write_text("export X=here\n[ -f nowhere ] && source nowhere\n")
+    assert job("begin 0", setup=[line.replace("FILE", str(rc))]).supervisors[0].endswith("X=here")
+
+
+FAILING = [
+    *("module load nowhere", "false", ": ${DATA:?}", "exit 4", "source nowhere/rc.sh"),
+    "source bad.sh",  # no Bash
+    "source activate nowhere",  # as conda's: the last command says whether there is such an environment
+]
+
+
+@pytest.mark.parametrize("line", FAILING)
+def test_a_setup_line_that_fails_is_named_and_starts_the_job_on_another_node(job, tmp_path: Path, line: str) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "bad.sh").write_text("if true; then\n")
+    (tmp_path / "activate").write_text("false\n")
+    line = line.replace("bad.sh", f"{tmp_path}/bad.sh").replace("activate", f"{tmp_path}/activate")
     done = job("begin 0", setup=["true", line, "echo not reached"])
     assert (done.code, done.supervisors) == (1, [])
+    assert f"setup: {line}" in done.output
     assert "not reached" not in done.output
     assert [command for command in done.slurm if "show job" not in command and "sinfo" not in command] == [
         "scontrol requeue Incomplete 7",

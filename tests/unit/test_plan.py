@@ -139,6 +139,9 @@ def test_time_auto_is_an_hour_or_the_partitions_limit(
         ({}, {"nodes": 3, "spares": 2}, "resources.nodes"),
         ({}, {"tasks_per_node": 8, "cpus_per_task": 3}, "resources.cpus_per_task"),
         ({"mem": "64G"}, {}, "clusters.a.mem"),
+        ({"mem": 0}, {}, "clusters.a.mem"),
+        ({"mem_per_cpu": "3G"}, {"tasks_per_node": 6, "cpus_per_task": 2}, "clusters.a.mem_per_cpu"),
+        ({"mem_per_cpu": "2G"}, {"tasks_per_node": 8, "cpus_per_task": 2}, None),
         ({"mem": "64G", "qos": "long"}, {"time": "2h"}, None),  # a QOS may lift the limits
         ({"mem": "31GB"}, {"time": "1h"}, None),
     ],
@@ -153,6 +156,13 @@ def test_a_job_that_its_partition_never_starts_is_refused(
     with pytest.raises(InputError) as caught:
         plan(tmp_path, "a", clusters={"a": entry}, resources=resources)
     assert caught.value.key == key
+
+
+def test_a_partition_that_is_down_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    down = Partition("p", 4, state="DOWN")
+    for choice, count in (([down], 1), ([down, Partition("q", 4)], 0)):
+        partitions(monkeypatch, *choice)
+        assert len(plan(tmp_path).notes) == count
 
 
 def test_fewest_nodes_above_nodes_are_refused(tmp_path: Path) -> None:

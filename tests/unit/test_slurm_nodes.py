@@ -73,7 +73,7 @@ OPEN = (
 def test_a_partition_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "run", lambda *_, **__: f"{SHORT}\n{OPEN}\n")
     short, default = nodes.partitions("open,short,unknown")
-    assert short == Partition("short", 4, max_nodes=2, max_seconds=87000, max_cpus=8, max_megabytes=1000)
+    assert short == Partition("short", 4, min_nodes=1, max_nodes=2, max_seconds=87000, max_cpus=8, max_megabytes=1000)
     assert default == Partition("open", 3, is_default=True, state="DOWN")
     for plugins, names in (("(null)", ["open"]), ("job_submit/lua", ["short", "open"])):
         monkeypatch.setattr(nodes, "config", lambda plugins=plugins: {"JobSubmitPlugins": plugins})
@@ -88,6 +88,8 @@ def test_a_partition_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         ("short", Needs(nodes=2, seconds=87060), "resources.time"),
         ("short", Needs(nodes=1, seconds=60, cpus=9), "resources.cpus_per_task"),
         ("short", Needs(nodes=1, seconds=60, megabytes=1001), "mem"),
+        ("pairs", Needs(nodes=1, seconds=60), "resources.nodes"),
+        ("pairs,open", Needs(nodes=1, seconds=60), None),
         ("open", Needs(nodes=3, seconds=9e9, cpus=999, megabytes=9e9), None),
         ("open", Needs(nodes=4, seconds=60), "resources.nodes"),
         ("short,open", Needs(nodes=3, seconds=60), None),  # one of them takes it
@@ -97,7 +99,8 @@ def test_a_partition_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_job_that_no_partition_ever_starts_is_refused(names: str, needs: Needs, key: str | None) -> None:
     by_name = {"short": nodes.parse_partition(fields(SHORT)), "open": nodes.parse_partition(fields(OPEN))}
+    by_name["pairs"] = nodes.parse_partition(fields(SHORT.replace("MinNodes=1", "MinNodes=2")))
     error = limits_refuse([by_name[name] for name in names.split(",") if name], needs)
     assert (error.key if error else None) == key
     if error:
-        assert error.found in vars(needs).values() and "at most" in error.allowed
+        assert error.found in vars(needs).values() and error.allowed

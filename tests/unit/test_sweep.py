@@ -53,8 +53,8 @@ def test_axes_make_their_product_and_the_last_changes_fastest(tmp_path: Path) ->
     assert wanted(tmp_path, words=["params.lr=1,2", "seed=3,4"]) == product
     assert wanted(tmp_path, yaml="sweep: {params.lr: [1, 2], seed: '3,4'}") == product
     assert wanted(tmp_path, yaml="sweep: {params.lr: [1, 2]}", words=["seed=1"]) == [["seed=1"]]
-    listed = "sweep: [{seed: 1}, {params.text: 'none', params.lr: 1e-5}]"
-    assert wanted(tmp_path, yaml=listed) == [["seed=1"], ["params.text='none'", "params.lr=1.0e-05"]]
+    listed = "sweep: [{seed: 1}, {params.text: 'None', params.lr: 1e-5}]"
+    assert wanted(tmp_path, yaml=listed) == [["seed=1"], ["params.text='None'", "params.lr=1.0e-05"]]
 
 
 def test_a_typed_value_fixes_its_axis_of_the_yaml(tmp_path: Path) -> None:
