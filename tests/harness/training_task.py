@@ -73,7 +73,7 @@ def train(ctx: jobkit.Context) -> dict[str, Any]:
     model = ctx.parallelize(network())
     optimizer = ctx.optimizer(model, torch.optim.AdamW, lr=p.get("lr", 0.01))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9)
-    loader = ctx.loader(Points(), global_batch_size=16)
+    loader = ctx.loader(Points(), global_batch_size=p.get("batch", 16))
     ctx.track(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
     state = ctx.values(average=0.0, seen=torch.zeros(4), counts={10: 1, 9: 2})
 

@@ -98,19 +98,19 @@ def trains(launch: Launch) -> bool:
 SEEDS = range(int(os.environ.get("JOBKIT_SOAK_SEEDS", "5")))
 
 
-def straight_result(folder: Path) -> dict[str, Any]:
+def straight_result(folder: Path, ranks: int = RANKS, **params: Any) -> dict[str, Any]:
     """Return the result of the same run without interruptions."""
-    straight = training_project(folder, ranks=RANKS)
-    uninterrupted = straight.submit("--local", "--detach", steps=STEPS, validate_every=1000)
+    straight = training_project(folder, ranks=ranks)
+    uninterrupted = straight.submit("--local", "--detach", **{"steps": STEPS, "validate_every": 1000, **params})
     wait_until(lambda: uninterrupted.status.is_over, "the straight run", uninterrupted.describe, PATIENCE)
     return result(uninterrupted)
 
 
-def finish(launch: Launch, expected: dict[str, Any]) -> None:
+def finish(launch: Launch, expected: dict[str, Any], steps: int = STEPS) -> None:
     """Wait for the end of the run, and compare it with the straight one."""
     wait_until(lambda: launch.status.is_over, "the end of the run", launch.describe, PATIENCE)
     assert result(launch) == expected
-    assert points(launch, "train/loss") == list(range(STEPS))
+    assert points(launch, "train/loss") == list(range(steps))
     assert all(ended.differs_at is None for ended in launch.ends)
 
 
@@ -153,6 +153,31 @@ def test_twenty_interruptions_here_change_no_bit(tmp_path: Path, no_process_left
         if kind in DEATHS_OF_RANKS:
             assert launch.ends[before - 1].next == "in_place"
     finish(launch, expected)
+
+
+def test_64_ranks_on_four_nodes_are_exact_through_each_kind_of_death(
+    tmp_path: Path, make_slurm: Callable[..., Cluster], on_slurm: Callable[..., Project]
+) -> None:
+    params = {"steps": 60, "batch": 64, "validate_every": 30}
+    expected = straight_result(tmp_path / "straight", 64, **params)
+    cluster = make_slurm(nodes=5, cred_expire=5)
+    project = on_slurm(cluster, YAML.format(task="train", ranks=16, every=10, memory=5), plain=False)
+    shutil.copy(HARNESS / "training_task.py", project.folder)
+    launch = project.submit("--cluster", "slurm", "resources.nodes=4", "resources.time=2:00:00", **params)
+    strikes = [
+        lambda: launch.kill_rank(37),
+        lambda: launch.kill_agent(50),
+        launch.kill_supervisor,
+        lambda: cluster.preempt(str(launch.status.job_id)),
+        lambda: cluster.kill_node(launch.run.lease().node),  # type: ignore[union-attr] - with the batch script
+    ]
+    for number, strike in enumerate(strikes, 1):
+        wait_until(lambda at=8 * number: trains(launch) and launch.step >= at, "steps", launch.describe, PATIENCE)  # type: ignore[misc]
+        before = len(launch.status.attempts)
+        strike()
+        if strike != launch.kill_supervisor:
+            wait_for_next(launch, before, str(number))
+    finish(launch, expected, 60)
 
 
 def interruptions(launch: Launch, seed: int, kinds: dict[str, int]) -> Iterator[tuple[int, str]]:
