@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
+import sysconfig
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from harness.container import PYTHON, box, outside
@@ -45,6 +49,22 @@ def test_a_container_is_preempted_and_killed_and_loses_a_node(
     assert launch.causes[4:] == ["node_failure", "finished"]
     assert [launch.ends[number].next for number in (0, 1, 2, 4)] == ["in_place", "in_place", "requeue", "in_place"]
     assert [ended.first_step for ended in launch.ends[1:]] == [ended.durable_step for ended in launch.ends[:-1]]
+
+
+def test_srun_itself_may_enter_the_container(slurm: Cluster, on_slurm: Callable[..., Project], tmp_path: Path) -> None:
+    """As with pyxis: the image is an argument of srun, and only its Python is named."""
+    environment, packages = tmp_path / "image", sysconfig.get_path("purelib")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    next(environment.glob("lib/python*/site-packages")).joinpath("all.pth").write_text(packages)
+    project = on_slurm(slurm)
+    entry = {"srun_args": ["--export=ALL,IMAGE=here"], "container": {"python": f"{environment}/bin/python"}}
+    project.yaml.write_text(f"{YAML}clusters: {json.dumps({'boxed': entry})}\n")
+    launch = project.submit("--cluster", "boxed", steps=100_000).wait_for_step(5)
+    agent = Path("/proc", str(launch.agent_pid()))
+    assert agent.joinpath("cmdline").read_text().startswith(f"{environment}/bin/python")
+    assert "IMAGE=here" in agent.joinpath("environ").read_text().split("\0")
+    launch.end_training().wait_until_over()
+    assert launch.causes == ["finished"]
 
 
 @pytest.mark.parametrize("option", ["--mpi=nosuch", "--gres=nosuch:1"])
