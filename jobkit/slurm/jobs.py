@@ -71,7 +71,8 @@ class Job:
     @property
     def script_died(self) -> bool:
         """True if the batch script was killed: Slurm ends the ranks, and no process is left to requeue the job."""
-        return self.reason == "JobLaunchFailure" and self.state in ("COMPLETING", "FAILED")
+        # Slurm 22.05 says JobLaunchFailure, 26.05 says RaisedSignal:9(Killed).
+        return self.reason.startswith(("JobLaunchFailure", "RaisedSignal:")) and self.state in ("COMPLETING", "FAILED")
 
     @property
     def task(self) -> int | None:

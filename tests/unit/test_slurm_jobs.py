@@ -139,6 +139,7 @@ CAUSES = [
     ("killed at the time limit, over", TIME_LIMIT.replace("COMPLETING", "TIMEOUT"), 0, "timeout"),
     ("the batch script was killed", SCRIPT_KILLED, 0, "killed"),
     ("the batch script was killed, over", SCRIPT_KILLED.replace("COMPLETING", "FAILED"), 0, "killed"),
+    ("the same, by a newer Slurm", SCRIPT_KILLED.replace("JobLaunchFailure", "RaisedSignal:9(Killed)"), 0, "killed"),
     ("a node went down", NODE_DOWN, 0, "node_failure"),
     ("a node went down, over", NODE_DOWN.replace("COMPLETING", "NODE_FAIL"), 0, "node_failure"),
     ("out of memory", OUT_OF_MEMORY, 0, "out_of_memory"),
