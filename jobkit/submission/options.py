@@ -20,11 +20,12 @@ from jobkit.errors import InputError, nearest
 from jobkit.run.schema import Resources
 
 _OTHER = """
-acctg_freq batch bb bbf begin cluster_constraint container contiguous core_spec cores_per_socket cpu_freq deadline
-delay_boot distribution export export_file extra_node_info get_user_env gid gpu_freq gres_flags hint hold
-kill_on_invalid_dep licenses mcs_label mem_bind mincpus network nice nodefile ntasks_per_core ntasks_per_socket
-overcommit oversubscribe power prefer priority profile propagate reboot reservation sockets_per_node spread_job switches
-thread_spec threads_per_core time_min tmp uid use_min_nodes wait_all_nodes
+acctg_freq batch bb bbf begin cluster_constraint consolidate_segments container container_id contiguous core_spec
+cores_per_socket cpu_freq deadline delay_boot distribution export export_file extra extra_node_info get_user_env gid
+gpu_freq gres_flags hint hold kill_on_invalid_dep licenses mcs_label mem_bind mincpus network nice nodefile
+ntasks_per_core ntasks_per_socket oom_kill_step overcommit oversubscribe power prefer priority profile propagate reboot
+reservation resv_ports segment sockets_per_node spread_job spread_segments stepmgr switches thread_spec threads_per_core
+time_min tmp uid use_min_nodes wait_all_nodes
 """
 OTHER_SBATCH = frozenset(_OTHER.split())
 """Long options of sbatch(1) that Submitit's signature does not have; its `additional_parameters` pass them on."""
