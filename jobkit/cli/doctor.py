@@ -9,6 +9,7 @@ jobkit doctor --nodes 4        and the network of so many nodes, by a run that t
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import os
 import shutil
@@ -25,8 +26,9 @@ from jobkit.run.runs import runs_dir_of
 from jobkit.usage import show_examples
 
 if TYPE_CHECKING:
-    from jobkit.run.schema import ContainerConfig
+    from jobkit.run.schema import Config, ContainerConfig
     from jobkit.slurm.nodes import Partition
+    from jobkit.submission.options import Options
 
 SHORT_SECONDS = 60
 """A shorter grace may not be enough for a big model's checkpoint."""
@@ -60,17 +62,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the checks; exit code 1 where something is a problem."""
     from jobkit.slurm import commands
+    from jobkit.submission.plan import container_of
 
     runs_dir = runs_dir_of(arguments.runs_dir)
     parts = [_python(), _runs_dir(runs_dir), _machine()]
     cluster = None if arguments.local else arguments.cluster or ("slurm" if commands.is_available() else None)
-    options, container = _entry(arguments.experiment, cluster or "local")
+    config = _config(arguments.experiment)
+    options = _options(config, cluster or "local")
+    container = container_of(config, options, cluster or "local")
     if container is not None:
         parts.append(_container(container, runs_dir))
     if cluster is not None:
         parts.append(_slurm(options))
     if arguments.nodes is not None:
-        parts.append(_network(runs_dir, cluster, arguments.nodes))
+        parts.append(_network(config, runs_dir, cluster, arguments.nodes))
     code = EXIT_FINISHED
     for check in itertools.chain.from_iterable(parts):
         print(f"{check.state:8}{check.words}{f': {check.advice}' if check.advice else ''}", flush=True)
@@ -139,36 +144,37 @@ def _container(container: ContainerConfig, runs_dir: Path) -> Iterator[Check]:
 # The cluster
 
 
-def _entry(experiment: Path | None, name: str) -> tuple[dict[str, str], ContainerConfig | None]:
-    """The options of sbatch that matter here, and the container, of an entry in a YAML or the user's own file."""
+def _config(experiment: Path | None) -> Config:
+    """The config of a YAML, or one with the clusters of the user's own file alone."""
     from jobkit.run.load import load, read_user_file
     from jobkit.run.schema import Config
-    from jobkit.submission.options import split
-    from jobkit.submission.plan import container_of
 
-    config = Config(name="doctor") if experiment is None else load(experiment).config
-    clusters = {"slurm": {}, "local": {}, **read_user_file()[0].get("clusters", {}), **config.clusters}
+    return Config(name="doctor", **read_user_file()[0]) if experiment is None else load(experiment).config
+
+
+def _options(config: Config, name: str) -> Options:
+    from jobkit.submission.options import split
+
+    clusters = {"slurm": {}, "local": {}, **config.clusters}
     if name not in clusters:
         hint = nearest(name, clusters)
         raise InputError(key="--cluster", found=name, allowed=f"one of {', '.join(clusters)}", hint=hint)
-    options = split(name, clusters[name])
-    keys = ("partition", "account", "qos")
-    sbatch = {key: str(value) for key in keys if (value := options.of_sbatch(key))}
-    return sbatch, container_of(config, options, name)
+    return split(name, clusters[name])
 
 
-def _slurm(options: dict[str, str]) -> Iterator[Check]:
+def _slurm(options: Options) -> Iterator[Check]:
     from jobkit.slurm import commands, nodes
 
+    wanted = {key: str(value) for key in ("partition", "account", "qos") if (value := options.of_sbatch(key))}
     try:
         config = commands.config()
         yield Check("ok", f"Slurm {config.get('SLURM_VERSION')}, cluster {config.get('ClusterName')}")
-        partitions = nodes.partitions(options.get("partition"))
+        partitions = nodes.partitions(wanted.get("partition"))
         if not partitions:
-            yield Check("problem", f"no partition for {options or 'a job'}", "set clusters.<name>.partition")
+            yield Check("problem", f"no partition for {wanted or 'a job'}", "set clusters.<name>.partition")
         for part in partitions:
             yield _partition(part, int(config.get("KillWait", "30 sec").split()[0]))
-        yield from _held_job([f"--{key}={value}" for key, value in options.items()])
+        yield from _held_job([f"--{key}={value}" for key, value in wanted.items()])
     except SchedulerError as error:
         yield Check("problem", str(error), "use --local for this machine alone")
 
@@ -206,18 +212,23 @@ def _held_job(options: list[str]) -> Iterator[Check]:
         yield Check("warning", "Slurm takes no requeue of it", "jobkit submits a successor in its place")
 
 
-def _network(runs_dir: Path, cluster: str | None, nodes: int) -> Iterator[Check]:
+def _network(config: Config, runs_dir: Path, cluster: str | None, nodes: int) -> Iterator[Check]:
     """Submit the probe as a run, wait for it, and print the time of each size."""
     from jobkit.run.journal import read_status
     from jobkit.run.rundir import RunDir
+    from jobkit.run.yamlfile import dump
 
     folder = runs_dir / ".doctor"
     folder.mkdir(parents=True, exist_ok=True)
     yaml = folder / "network.yaml"
-    yaml.write_text(
-        "name: network-probe\ntask: jobkit.worker.network_probe:probe\n"
-        f'resources: {{nodes: {nodes}, tasks_per_node: auto, time: "00:15:00"}}\n'
-    )
+    values = {
+        "name": "network-probe",
+        "task": "jobkit.worker.network_probe:probe",
+        "resources": {"nodes": nodes, "tasks_per_node": "auto", "time": "00:15:00"},
+        "clusters": config.clusters,
+        "container": None if config.container is None else dataclasses.asdict(config.container),
+    }
+    yaml.write_text(dump(values), encoding="utf-8")
     target = ["--local"] if cluster is None else ["--cluster", cluster, "--follow"]
     command = [sys.executable, "-m", "jobkit.submit", yaml.name, "--fresh", "--runs-dir", str(runs_dir), *target]
     code = subprocess.run(command, cwd=folder, stdout=subprocess.DEVNULL).returncode
