@@ -49,7 +49,8 @@ def join(rank: Rank, file: Path | None = None) -> Joined:
     if rank.world_size == 1 and not dist.is_initialized():
         return Joined(device, RankGroup.alone())
     if not dist.is_initialized():
-        _check_interface(os.environ.get("GLOO_SOCKET_IFNAME", ""))
+        typed = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        _check_interface(typed)
         # Gloo would resolve the name of the host to find its interface; on many clusters names do not resolve.
         if file is None and (interface := interface_towards(os.environ["MASTER_ADDR"])):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -65,7 +66,8 @@ def join(rank: Rank, file: Path | None = None) -> Joined:
         except (RuntimeError, ValueError) as error:  # torch's, of a rank that never came
             address = str(file) if file else f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise DistributedError(
-                f"rank {rank.rank} of {rank.world_size} cannot join at {address}: {error}"
+                f"rank {rank.rank} of {rank.world_size} cannot join at {address}"
+                f"{f' with GLOO_SOCKET_IFNAME={typed} of your shell' if typed else ''}: {error}"
             ) from error
     return Joined(device, RankGroup.of_world())
 

@@ -158,7 +158,7 @@ def test_twenty_interruptions_here_change_no_bit(tmp_path: Path, no_process_left
 def test_64_ranks_on_four_nodes_are_exact_through_each_kind_of_death(
     tmp_path: Path, make_slurm: Callable[..., Cluster], on_slurm: Callable[..., Project]
 ) -> None:
-    params = {"steps": 60, "batch": 64, "validate_every": 30}
+    params = {"steps": 60, "batch": 256, "validate_every": 30}
     expected = straight_result(tmp_path / "straight", 64, **params)
     cluster = make_slurm(nodes=5, cred_expire=5)
     project = on_slurm(cluster, YAML.format(task="train", ranks=16, every=10, memory=5), plain=False)
