@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import sys
-import time
 from importlib.metadata import distribution
 from pathlib import Path
 
 from jobkit import start
-from jobkit.run.files import foreign_owner
+from jobkit.errors import InputError
+from jobkit.run.files import foreign_owner, write_atomic
 from jobkit.run.locks import make_folder
 from jobkit.run.schema import ContainerConfig
 
@@ -48,32 +47,28 @@ def command(container: ContainerConfig | None, runs_dir: Path, program: str, *ar
 
 
 def own_files(runs_dir: Path) -> Path:
-    """Return the folder in a runs directory with this jobkit and its metadata, made if it is not there.
+    """Return the folder in a runs directory with this jobkit and its metadata; files that are missing are written.
 
-    Agents are of the very version of their supervisor, also in a job that waited while jobkit was updated.
+    Agents are of the very version of their supervisor, also in a job that waited while jobkit was updated. Nobody else
+    can write there. Raises InputError where another user has made the folder.
     """
     package, meta = Path(start.FILE).parent, distribution("jobkit")
-    about = {name: text for name in ("METADATA", "PKG-INFO", "entry_points.txt") if (text := meta.read_text(name))}
-    files = [file for file in sorted(package.rglob("*")) if file.is_file() and "__pycache__" not in file.parts]
-    digest = hashlib.sha256(f"{os.geteuid()} {about}".encode())
-    for file in files:
-        digest.update(str(file.relative_to(package)).encode() + file.read_bytes())
-    code = runs_dir / ".code"
-    path = code / f"jobkit-{digest.hexdigest()[:12]}"
-    if path.is_dir() and foreign_owner(path) is None:
-        return path
-    make_folder(code)
-    staging = code / f".{os.getpid()}.{time.time_ns()}.tmp"
-    for file in files:
-        target = staging / "jobkit" / file.relative_to(package)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, target)
-    metadata = staging / f"jobkit-{meta.version}.dist-info"
-    metadata.mkdir()
-    for name, text in about.items():
-        (metadata / name.replace("PKG-INFO", "METADATA")).write_text(text, encoding="utf-8")
-    try:
-        staging.rename(path)
-    except OSError:  # the supervisor of another run was faster
-        shutil.rmtree(staging)
+    about = {"METADATA": meta.read_text("METADATA") or meta.read_text("PKG-INFO")}  # PKG-INFO: an editable install's
+    about["entry_points.txt"] = meta.read_text("entry_points.txt")
+    files = {f"jobkit-{meta.version}.dist-info/{name}": (text or "").encode() for name, text in about.items()}
+    for file in sorted(package.rglob("*")):
+        if file.is_file() and "__pycache__" not in file.parts:
+            files[f"jobkit/{file.relative_to(package)}"] = file.read_bytes()
+    digest = hashlib.sha256(f"{os.geteuid()} {sorted(files)}".encode() + b"".join(files.values()))
+    path = runs_dir / ".code" / f"jobkit-{digest.hexdigest()[:12]}"
+    make_folder(path.parent)
+    if path.exists() and (owner := foreign_owner(path)) is not None:
+        raise InputError(f"it belongs to {owner}", hint="remove it").at(path)
+    for name, content in files.items():
+        target = path / name
+        if not target.is_file() or target.read_bytes() != content:  # a scratch disk may be swept file by file
+            for folder in reversed([target.parent, *target.parent.parents][: name.count("/") + 1]):
+                folder.mkdir(exist_ok=True)
+                folder.chmod(0o755)
+            write_atomic(target, content, durable=False, mode=0o644)
     return path
