@@ -28,7 +28,7 @@ from jobkit.run.view import view
 
 INTERRUPTIONS = 20
 RANKS = 4
-STEPS = 6000
+STEPS = 2000
 PATIENCE = 600.0
 """A requeue waits for two minutes by itself, and four ranks on two busy cores for each other."""
 
