@@ -30,9 +30,10 @@ class Tail:
                 data = stream.read()
         except OSError:  # not there yet, or the file system is away for a moment
             return []
-        if not to_the_end:
-            data = data[: data.rfind(b"\n") + 1]
-        self._positions[file] = position + len(data)
+        whole = len(data) if to_the_end else data.rfind(b"\n") + 1
+        # A progress bar draws itself again and again in one line: its last state counts, and is read once.
+        drawn = max(0, data.rfind(b"\r", 0, -1)) if not whole else 0
+        self._positions[file] = position + max(whole, drawn)
+        data = data[:whole]
         lines = data.decode(errors="replace").split("\n")
-        # A progress bar draws itself again and again in one line: its last state counts.
         return [line.rstrip("\r").rpartition("\r")[2] for line in (lines[:-1] if not lines[-1] else lines)]

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -43,13 +44,10 @@ def check(plan: LaunchPlan, folder: Path) -> list[str]:
         if not Path(path).exists():
             hint = "`~` is not expanded: write the whole path" if path.startswith("~") else ""
             raise InputError("no such file or directory", key="inputs", found=path, hint=hint)
-    _check_container(config.container, plan.target.scheduler)
+    notes += _check_container(config.container, plan.target.scheduler)
     _check_srun_arguments(plan)
     try:
-        if config.command:
-            _check_command(config.command, folder)
-        else:
-            _check_task(config.task, folder)
+        notes += _check_command(config.command, folder) if config.command else _check_task(config.task, folder)
         for service in services(config.mirror):
             _check_service(service)
     except _NotInstalled as error:
@@ -73,14 +71,16 @@ def _check_runs_dir(plan: LaunchPlan) -> None:
         raise InputError(f"Slurm gives {match[0]} a meaning of its own", key="--runs-dir", found=str(runs_dir))
 
 
-def _check_container(container: ContainerConfig | None, scheduler: str) -> None:
-    """Refuse an image that is not there, and here a runtime that is not."""
+def _check_container(container: ContainerConfig | None, scheduler: str) -> Iterator[str]:
+    """Refuse a runtime and an image that this machine does not have. A node of Slurm may have them: yield warnings."""
     words = container.prefix if container is not None else []
+    images = [word for word in words if word.endswith((".sif", ".sqsh", ".simg")) and not Path(word).exists()]
     if scheduler == "local" and words and shutil.which(words[0]) is None:
         raise InputError("no such program on PATH", key="container.prefix", found=words[0])
-    for word in words:
-        if word.endswith((".sif", ".sqsh", ".simg")) and not Path(word).exists():
-            raise InputError("no such image", key="container.prefix", found=word)
+    if scheduler == "local" and images:
+        raise InputError("no such image", key="container.prefix", found=images[0])
+    for image in images:
+        yield f"warning: {image} is not on this machine; the run fails if it is on no node either"
 
 
 def _check_srun_arguments(plan: LaunchPlan) -> None:
@@ -107,13 +107,14 @@ def is_installed() -> bool:
 # Task and command
 
 
-def _check_task(task: str, folder: Path) -> None:
-    """Refuse `module:callable` where the module is not found, is no valid Python or defines no such name."""
+def _check_task(task: str, folder: Path) -> Iterator[str]:
+    """Refuse `module:callable` where the module is not found, is no valid Python or defines no such name; yield
+    warnings."""
     module, _, name = task.partition(":")
     spec = _find(module, folder, "task")
     if spec.origin is None or not spec.origin.endswith(".py"):
         raise InputError("not a Python file", key="task", found=spec.origin or f"the folder {module}")
-    _check_imports(Path(spec.origin), folder, "task")
+    yield from _imports_from_above(Path(spec.origin), folder)
     names = _names_in(Path(spec.origin))
     if names is not None and name not in names:
         raise InputError(f"{spec.origin} does not define it", key="task", found=name, hint=nearest(name, sorted(names)))
@@ -139,10 +140,11 @@ def _find(module: str, folder: Path, key: str) -> ModuleSpec:
     return spec
 
 
-def _check_imports(file: Path, folder: Path, key: str) -> None:
-    """Refuse a file of the folder that imports a module from a folder above: `sys.path.append("..")` works where the
-    file is, and not in the copy of the folder's code."""
-    if not file.is_relative_to(folder):
+def _imports_from_above(file: Path, folder: Path) -> Iterator[str]:
+    """Yield a line for each module that a file may import from a folder above, by `__file__`: its copy in the job has
+    other folders above."""
+    text = file.read_text(encoding="utf-8", errors="replace")
+    if not file.is_relative_to(folder) or "__file__" not in text:
         return
     for node in _parse(file).body:
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -153,13 +155,13 @@ def _check_imports(file: Path, folder: Path, key: str) -> None:
             if above is None or PathFinder.find_spec(name, [str(file.parent), str(folder)]):
                 continue
             if importlib.util.find_spec(name) is None:
-                problem, hint = f"{file.name} imports {name} from {above}", "type the command there"
-                raise _NotInstalled(problem, key=key, found=str(file.relative_to(folder)), hint=hint)
+                yield f"warning: {file.name} imports {name}; if that is {above / name}, type the command in {above}"
 
 
 def _folder_above(module: str, folder: Path) -> Path | None:
     """The folder above that has a module."""
-    is_there = (above for above in folder.parents if (above / f"{module}.py").exists() or (above / module).is_dir())
+    places = ((above, above / module) for above in folder.parents)
+    is_there = (above for above, path in places if path.with_suffix(".py").exists() or any(path.glob("*.py")))
     return next(is_there, None)
 
 
@@ -187,8 +189,9 @@ def _parse(file: Path) -> ast.Module:
         raise InputError(f"not valid Python: {message}").at(file, getattr(error, "lineno", 1)) from None
 
 
-def _check_command(command: list[str], folder: Path) -> None:
-    """Refuse a program that is not on PATH, and for a Python a script or module that is not there."""
+def _check_command(command: list[str], folder: Path) -> Iterator[str]:
+    """Refuse a program that is not on PATH, and for a Python a script or module that is not there; yield
+    warnings."""
     program, *words = command
     if shutil.which(program, path=None if os.sep not in program else str(folder)) is None:
         if (folder / program).is_file():
@@ -208,7 +211,8 @@ def _check_command(command: list[str], folder: Path) -> None:
             hint = nearest(words[0], [file.name for file in folder.glob("*.py")])
             raise InputError(f"no such file in {folder}", key="command", found=words[0], hint=hint)
         if words[0].endswith(".py") and (folder / words[0]).is_file():
-            _check_imports(folder / words[0], folder, "command")
+            _parse(folder / words[0])
+            yield from _imports_from_above(folder / words[0], folder)
 
 
 def _check_service(name: str) -> None:

@@ -212,7 +212,7 @@ def _refuse_limits(resources: Resources, options: Options, partitions: Sequence[
 def _megabytes(text: Any) -> float | None:
     """Megabytes of `4G`, `4GB`, `500M` or a bare number; None for another text. 0, all of a node's memory, is more than
     any limit."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)B?", str(text or "").upper())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)B?", str("" if text is None else text).upper())
     scale = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
     return float(match[1]) * scale[match[2]] or math.inf if match else None
 

@@ -68,7 +68,7 @@ class LaunchFailure:
     nodes: frozenset[str] = frozenset()
     """The nodes that are to blame; empty where all failed alike, which is no node's fault."""
     final: bool = False
-    """True where another try would end the same way."""
+    """True where another try would end the same way, if no agent has ever been ready."""
 
 
 class Allocation:
@@ -112,7 +112,7 @@ class Allocation:
         if code is not None:
             self._agent = None
         if code == container.EXIT_UNFIT:
-            return LaunchFailure(words=last_words(self.run.job_log), final=True)
+            return LaunchFailure(words=last_words(self.run.job_log) or "the container is not fit", final=True)
         if self._agent is not None or self._agents_started < MOST_TRIES:
             return None  # it may wait for devices for days
         self._agents_started = 0

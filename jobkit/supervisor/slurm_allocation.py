@@ -157,14 +157,13 @@ class SlurmAllocation(Allocation):
                 step.srun.wait()
             if not late or step.srun.poll() is None:
                 continue
-            if step.srun.returncode == container.EXIT_UNFIT:
-                return LaunchFailure(words=last_words(self.run.agent_log(step.attempt, late[0])), final=True)
             step.ended = min(step.ended, now)
             if look.asked < step.ended:
                 continue  # srun cannot start anything without a controller, which is no node's fault
+            is_clear = len(step.nodes) == 1 and step.srun.returncode == container.EXIT_UNFIT
             self._forget(late)
             for node in late:
-                if step.is_single:
+                if step.is_single or is_clear:
                     said = last_words(self.run.agent_log(step.attempt, node))
                     self._failed[node] = step.srun.returncode, " / ".join(filter(None, [step.words(), said]))
                 else:
@@ -179,7 +178,8 @@ class SlurmAllocation(Allocation):
         are_alike = len({code for code, _ in failed.values()}) == 1
         words = "; ".join(dict.fromkeys(f"{node}: {said}" for node, (_, said) in sorted(failed.items())))
         if are_alike and not has_others:
-            return LaunchFailure(words=words, final=self._are_arguments_refused())
+            is_unfit = {code for code, _ in failed.values()} == {container.EXIT_UNFIT}
+            return LaunchFailure(words=words, final=is_unfit or self._are_arguments_refused())
         return LaunchFailure(words=words, nodes=frozenset(failed))
 
     def _are_arguments_refused(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from jobkit.log import log
@@ -76,15 +77,25 @@ class Starter:
             self.allocation.start_agents([*missing, *new], self._next_number)
             if (failure := self.allocation.launch_failure(missing, look)) is not None:
                 log.warning("%s", failure.words)
-                if not failure.nodes:
+                blamed = failure.nodes
+                if failure.final and self._has_trained:  # in this container: it is the node, or a moment
+                    failure = replace(failure, final=False)
+                    blamed = frozenset(missing).difference([LOCAL])
+                if not blamed:
                     raise CannotStart(failure)
-                self.lost |= failure.nodes
+                self.lost |= blamed
                 if not self.placement.can_start_again():
-                    raise CannotStart(LostNode(node=min(failure.nodes), why=failure.words))
+                    raise CannotStart(LostNode(node=min(blamed), why=failure.words))
         if not all(node in ready for node in self.used):
             return []
         self.allocation.launched()
         return self.used
+
+    @property
+    def _has_trained(self) -> bool:
+        """Whether an attempt of this submission has come to its loop."""
+        attempts = self.tenure.journal.status.attempts_of_submission()
+        return any(attempt.ended is not None and attempt.ended.first_step is not None for attempt in attempts)
 
     @property
     def _next_number(self) -> int:

@@ -250,6 +250,11 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def first_gradient(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+    items = (item for group in optimizer.param_groups for item in group["params"])
+    return next((item.grad for item in items if item.grad is not None), None)
+
+
 class PendingGradients:
     """Gradients that were added up and not used yet: state, where accumulation goes over several steps.
 
@@ -263,8 +268,10 @@ class PendingGradients:
         """Ids of parameters whose gradient was used, and not added to since."""
         self._watched: set[int] = set()
         """Ids of parameters that say when something is added to their gradient."""
+        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int] | None] = {}
+        """A gradient of each optimizer at its last step, and how often it had been changed."""
+        tracked.on_step = self._note_step
         if len(tracked.optimizers) > 1:
-            tracked.on_step = self._note_step
             for _, _, parameter in self._parameters():
                 if parameter.requires_grad:
                     self._watched.add(id(parameter))
@@ -272,12 +279,24 @@ class PendingGradients:
                     register(lambda item: self._used.discard(id(item)))
 
     def _note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._used |= self._watched.intersection(map(id, parameters_of(optimizer)))
+        if self._watched:
+            self._used |= self._watched.intersection(map(id, parameters_of(optimizer)))
+        gradient = first_gradient(optimizer)
+        self._seen[id(optimizer)] = None if gradient is None else (weakref.ref(gradient), gradient._version)
 
     def _is_used(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
+        if id(parameter) in self._watched:
+            return id(parameter) in self._used
         if id(optimizer) in self._tracked.stepped:
-            return True
-        return id(parameter) in self._used and (id(parameter) in self._watched or not self._tracked.has_begun)
+            return not self._is_added_to(optimizer)
+        return id(parameter) in self._used and not self._tracked.has_begun
+
+    def _is_added_to(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether a backward came after the last step of an optimizer, as in a loop that begins with it."""
+        gradient, before = first_gradient(optimizer), self._seen.get(id(optimizer))
+        if gradient is None or before is None:
+            return gradient is not None
+        return before[0]() is not gradient or before[1] != gradient._version
 
     def _parameters(self) -> list[tuple[str, torch.optim.Optimizer, torch.Tensor]]:
         return [

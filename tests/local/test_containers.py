@@ -32,6 +32,23 @@ def test_deaths_within_a_container_cost_an_attempt_and_its_agents_may_have_equal
     assert [ended.first_step for ended in launch.ends[1:]] == [ended.durable_step for ended in launch.ends[:-1]]
 
 
+def test_a_runtime_that_fails_for_a_moment_does_not_end_a_run_that_has_trained(project: Project) -> None:
+    start = project.write("start.sh", '[ ! -e away ] || exit 255\nexec "$@"\n')
+    project.yaml.write_text(YAML + yaml_of(["bash", str(start), *box(project.folder)]))
+    launch = project.submit("--local", "--detach", steps=100_000, every=5).wait_for_step(12)
+    (project.folder / "away").touch()
+    os.kill(parent_of(outside(launch.rank_pid(0))), signal.SIGKILL)
+    launch.wait_until(lambda me: len(me.ends) == 2, "an attempt without an agent")
+    (project.folder / "away").unlink()
+    launch.wait_until(lambda me: me.step > 0 and len(me.status.attempts) > 2, "another attempt")
+    launch.end_training().wait_until_over()
+    assert (launch.status.state, launch.causes[:2], launch.causes[-1]) == (
+        "finished",
+        ["killed", "node_failure"],
+        "finished",
+    )
+
+
 UNFIT: dict[str, Callable[[Path], tuple[list[str], str]]] = {
     "no Python": lambda folder: (box(folder, python=False), PYTHON),
     "the runs directory is not mounted": lambda folder: (box(), PYTHON),

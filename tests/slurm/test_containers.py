@@ -51,6 +51,26 @@ def test_a_container_is_preempted_and_killed_and_loses_a_node(
     assert [ended.first_step for ended in launch.ends[1:]] == [ended.durable_step for ended in launch.ends[:-1]]
 
 
+def test_a_node_on_which_the_container_fails_is_replaced_by_a_spare(
+    make_slurm: Callable[..., Cluster], on_slurm: Callable[..., Project]
+) -> None:
+    """As where a mount is gone on one node: the run has trained in this container, which is fit."""
+    cluster = make_slurm(nodes=3, cred_expire=5)
+    project = on_slurm(cluster)
+    start = project.write("start.sh", '[ ! -e "sick.$SLURMD_NODENAME" ] || exit 78\nexec "$@"\n')
+    entry = {"container": {"prefix": ["bash", str(start), *box(project.folder)], "python": PYTHON}}
+    project.yaml.write_text(f"{YAML}clusters: {json.dumps({'boxed': entry})}\n")
+    launch = project.submit("--cluster", "boxed", "resources.nodes=2", "resources.spares=1", steps=100_000, every=5)
+    launch.wait_for_step(15)
+    nodes, batch_node = launch.status.attempts[0].nodes, launch.run.lease().node  # type: ignore[union-attr]
+    sick = next(node for node in nodes if node != batch_node)
+    (project.folder / f"sick.{sick}").touch()
+    os.kill(parent_of(outside(launch.rank_pid(nodes.index(sick)))), signal.SIGKILL)
+    launch.wait_for_attempt(2).wait_for_step(30).end_training().wait_until_over()
+    assert (launch.status.state, launch.causes) == ("finished", ["killed", "finished"])
+    assert sick not in launch.status.attempts[1].nodes
+
+
 def test_srun_itself_may_enter_the_container(slurm: Cluster, on_slurm: Callable[..., Project], tmp_path: Path) -> None:
     """As with pyxis: the image is an argument of srun, and only its Python is named."""
     environment, packages = tmp_path / "image", sysconfig.get_path("purelib")

@@ -24,9 +24,12 @@ FILES = {
     "package/__init__.py": "",
     "package/inner.py": "class Task: ...\n",
     "train.py": "print(1)\n",
-    "above.py": "import os\nimport sys\nsys.path.append('..')\nimport shared_code, mytask\n",
-    "above_task.py": "from shared_code.models import Net\ndef train(rank): ...\n",
+    "above.py": "import sys\nsys.path.append(__file__ + '/../..')\nimport shared_code, mytask\n",
+    "above_task.py": "__file__\nfrom shared_code.models import Net\ndef train(rank): ...\n",
+    "beside.py": "import sys\nsys.path.append('..')  # the folder of the command\nimport shared_code, mytask\n",
     "../shared_code/models.py": "",
+    "../images/1.png": "",
+    "own.py": "__file__\nimport images\ndef train(rank): ...\n",  # from a folder that it adds to its path
     "data/x": "",
 }
 
@@ -57,6 +60,8 @@ GOOD: list[dict[str, Any]] = [
     {"task": "guarded:train"},
     {"task": "package.inner:Task"},
     {"task": "json:dumps"},
+    {"task": "own:train"},
+    {"command": ["python", "beside.py"]},
     {"command": ["python", "train.py", "--out=${run_dir}"]},
     {"command": ["python3", "-u", "-W", "ignore", "train.py"]},
     {"command": ["python", "-m", "package.inner"]},
@@ -71,12 +76,16 @@ def test_what_is_there_is_accepted(folder: Path, values: dict[str, Any]) -> None
     assert checks.check(plan(folder, **values), folder) == []
 
 
+@pytest.mark.parametrize("values", [{"task": "above_task:train"}, {"command": ["python", "above.py"]}], ids=str)
+def test_a_module_of_a_folder_above_is_said_for_the_job_has_a_copy(folder: Path, values: dict[str, Any]) -> None:
+    (note,) = checks.check(plan(folder, **values), folder)
+    assert f"type the command in {folder.parent}" in note
+
+
 REFUSED: list[tuple[dict[str, Any], str, str, str]] = [  # config, key, found, part of the hint
     ({"task": "mytsk:train"}, "task", "mytsk", "'mytask'"),
     ({"task": "mytask:trian"}, "task", "trian", "'train'"),
     ({"task": "package.iner:Task"}, "task", "package.iner", ""),
-    ({"task": "above_task:train"}, "task", "above_task.py", "type the command there"),
-    ({"command": ["python", "above.py"]}, "command", "above.py", "type the command there"),
     ({"task": "mytask.py:train"}, "task", "mytask.py", ""),
     ({"task": "package:Task"}, "task", "Task", ""),
     ({"task": "data:train"}, "task", "the folder data", ""),

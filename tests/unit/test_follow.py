@@ -69,6 +69,11 @@ def test_lines_are_read_once_and_whole(tmp_path: Path) -> None:
     with file.open("ab") as more:
         more.write(b"\n 10%|#\r 50%|#####\r100%|##########\nDOS\r\n")
     assert tail.read(file) == ["", "100%|##########", "DOS"]
+    with file.open("ab") as more:
+        for text, shown in ((b" 1%|\r 2%|", []), (b"\r 3%|\r", []), (b"\n4", [" 3%|"]), (b"\r\n", ["4"])):
+            more.write(text)
+            more.flush()
+            assert tail.read(file) == shown
 
 
 def test_everything_new_is_shown_once(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

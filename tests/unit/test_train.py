@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from jobkit.train.gradients import LossScaler
 from jobkit.train.optim import EmaAdamW
 from jobkit.train.seeds import seed_generators
 from jobkit.train.step import evaluating
+from jobkit.worker.tracked import PendingGradients
 
 CPU = (torch.device("cpu"),)
 
@@ -124,3 +126,37 @@ def test_an_evaluation_leaves_modes_weights_and_generators_as_they_were() -> Non
     assert [module.training for module in model] == [True, True, False]
     assert torch.equal(model[0].weight, weight)
     assert torch.equal(torch.rand(1), expected)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("count", [1, 2])
+def test_gradients_are_state_exactly_where_a_backward_followed_the_last_step(count: int, to_none: bool) -> None:
+    models = [nn.Linear(2, 2) for _ in range(count)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    tracked: Any = SimpleNamespace(optimizers=optimizers, stepped={}, on_step=None, has_begun=True)
+    gradients = PendingGradients(tracked)
+
+    def backward() -> None:
+        torch.stack([model(torch.ones(1, 2)).sum() for model in models]).sum().backward()
+
+    def step() -> None:
+        for optimizer in optimizers:
+            optimizer.step()
+            tracked.stepped[id(optimizer)] = optimizer
+            tracked.on_step(optimizer)
+
+    def added() -> int:
+        return len(gradients.state_dict()["added"])
+
+    backward()
+    assert added() == 2 * count
+    step()
+    assert added() == 0
+    optimizers[0].zero_grad(to_none)
+    optimizers[-1].zero_grad(to_none)
+    backward()  # in the same step of the loop: it began with the optimizer
+    assert added() == 2 * count
+    tracked.stepped.clear()
+    assert added() == 2 * count
+    step()
+    assert added() == 0
