@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 PLAIN_LINE_SECONDS = 10.0
 """Between two lines without a terminal: a log of a day shall have thousands of lines, not a million."""
 
+WIDE = 110
+"""Columns of a terminal from which on the bar has the run's name and the elapsed time."""
+
 
 class Display:
     """Shows Progress records of one run.
@@ -84,9 +87,8 @@ def _bars() -> Bars:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     # A metric's name may look like markup: `acc[/top5]`.
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TextColumn("{task.fields[text]}", markup=False),
-    )
-    return Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True))
+    console = Console(stderr=True)
+    name = [TextColumn("{task.description}", markup=False), BarColumn()] if console.width >= WIDE else [BarColumn(12)]
+    elapsed = [TimeElapsedColumn()] if console.width >= WIDE else []
+    text = TextColumn("{task.fields[text]}", markup=False)
+    return Progress(*name, text, *elapsed, TimeRemainingColumn(), console=console)

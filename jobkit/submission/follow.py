@@ -100,7 +100,8 @@ def describe(attempt: Attempt) -> str:
     ended = attempt.ended
     if ended is None:
         return f"attempt {attempt.number} runs"
-    cause = f"{ended.cause}: {ended.error}" if ended.error else ended.cause
+    is_said = (ended.error or "").startswith(ended.cause)  # `stopped by root`
+    cause = f"{ended.cause}: {ended.error}" if ended.error and not is_said else ended.error or ended.cause
     follows = {"in_place": "starting again", "requeue": "requeued", "successor": "another job follows"}
     return f"attempt {attempt.number} ended ({cause}); {follows.get(ended.next, ended.next)}"
 

@@ -236,4 +236,5 @@ def last_words(log: Path) -> str:
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:  # a rank that died before its log was made
         return ""
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")[-SAID_CHARACTERS:]
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return last.removeprefix("jobkit: ")[-SAID_CHARACTERS:]

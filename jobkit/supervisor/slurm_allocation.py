@@ -16,6 +16,7 @@ from pathlib import Path
 
 from jobkit.errors import SchedulerError
 from jobkit.log import log
+from jobkit.run.files import is_there
 from jobkit.run.rundir import RunDir
 from jobkit.run.schema import Config
 from jobkit.slurm import commands, jobs, nodes
@@ -89,7 +90,7 @@ class SlurmAllocation(Allocation):
         todo = [node for node in nodes if node not in launched and node not in self._failed]
         for node in [node for node in todo if self._tries.get(node, 0) >= MOST_TRIES]:
             todo.remove(node)
-            said = last_words(self.run.agent_log(attempt, node))
+            said = self._words_of_agent(attempt, node)
             self._failed[node] = -1, f"{MOST_TRIES} agents ended before they were ready: {said}"
         if todo:
             self._start(todo, attempt, is_single=len(todo) == 1 and bool(self._steps))
@@ -164,7 +165,7 @@ class SlurmAllocation(Allocation):
             self._forget(late)
             for node in late:
                 if step.is_single or is_clear:
-                    said = last_words(self.run.agent_log(step.attempt, node))
+                    said = self._words_of_agent(step.attempt, node)
                     self._failed[node] = step.srun.returncode, " / ".join(filter(None, [step.words(), said]))
                 else:
                     self._start([node], step.attempt, is_single=True)
@@ -193,6 +194,12 @@ class SlurmAllocation(Allocation):
             return bool(self.srun_arguments) and starts() and not starts(*self.srun_arguments)
         except subprocess.TimeoutExpired:  # nobody knows
             return False
+
+    def _words_of_agent(self, attempt: int, node: str) -> str:
+        """Return an agent's last line; srun names its log after the host, which may have another name than the node."""
+        log = self.run.agent_log(attempt, node)
+        logs = [log] if is_there(log) else sorted(log.parent.glob("agent_*.log"), key=lambda file: file.stat().st_mtime)
+        return last_words(logs[-1]) if logs else ""
 
     def launched(self) -> None:
         self._tries.clear()

@@ -85,7 +85,7 @@ class Starter:
                     raise CannotStart(failure)
                 self.lost |= blamed
                 if not self.placement.can_start_again():
-                    raise CannotStart(LostNode(node=min(blamed), why=failure.words))
+                    raise CannotStart(LostNode(node=min(blamed), why=failure.words.removeprefix(f"{min(blamed)}: ")))
         if not all(node in ready for node in self.used):
             return []
         self.allocation.launched()

@@ -499,7 +499,9 @@ class Context:
             result = {**results, **(result or {})}
         if self._loop.call and self._tracked.entries:
             self._loop.check_health()
-            if not self._loop.is_over:
+            if not self._loop.is_over and self._is_step_done():
+                self._loop.leave(Boundary(self.step + 1, self._loop.boundary.epoch))
+            elif not self._loop.is_over:
                 self._loop.end()
             self._rank.beat(self.step, Phase.ENDING)
             if self._spread.drifts and self._averaged_step != self.step:
@@ -522,6 +524,11 @@ class Context:
         self.result, self.is_finished = result, True
         self.close()
         return result
+
+    def _is_step_done(self) -> bool:
+        """Return whether a loop of ctx.boundary ended with a step, as by `if iter_num > max_iters: break`."""
+        is_last = self._loop.total is not None and self.step + 1 == self._loop.total
+        return self._loop.call == "ctx.boundary" and (is_last or bool(self._tracked.stepped))
 
     @property
     def is_done(self) -> bool:

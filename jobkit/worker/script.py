@@ -198,7 +198,7 @@ class _ScriptEnd:
             return
         self._is_noted = True
         if isinstance(error, Stopped):  # the interpreter's end takes its handlers away: a signal would change the code
-            for number in (*STOP_SIGNALS, signal.SIGINT):
+            for number in (*STOP_SIGNALS, signal.SIGINT, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN)
         if self.context is not None and (error is None or isinstance(error, Stopped)):
             self.context.close()

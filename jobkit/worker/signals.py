@@ -25,25 +25,32 @@ ONE_CTRL_C_SECONDS = 1.0
 def take_stop_signals(page: Page | None = None, *, ctrl_c: bool = False) -> None:
     """Let the stop signals set the flag of this rank's page, from here on; for the main thread.
 
-    Before its loop a rank has nothing to save: then they end the process at once. With `ctrl_c` the first Ctrl-C does
-    the same, for a script that a person started; a second one is Python's.
+    Before its loop a rank has nothing to save: then they end the process at once. With `ctrl_c` the first Ctrl-C and a
+    closed terminal do the same, for a script that a person started; a second Ctrl-C is Python's.
     """
     page = page or Page.of_environment(os.environ)
     if page is None:
         return
 
     pressed: list[float] = []
+    terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
     def stop(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
             pressed.append(time.monotonic())
             if pressed[-1] - pressed[0] > ONE_CTRL_C_SECONDS:
                 raise KeyboardInterrupt
+        if number == signal.SIGHUP:
+            for descriptor in terminals:  # the terminal is gone: a print of the script would raise an error
+                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
         page.ask_to_stop()
         if page.read().phase is Phase.STARTING:
             os._exit(EXIT_RESUMABLE)
 
-    for number in (*STOP_SIGNALS, *([signal.SIGINT] if ctrl_c else [])):
+    of_terminal = [signal.SIGINT] if ctrl_c else []
+    if ctrl_c and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it
+        of_terminal.append(signal.SIGHUP)
+    for number in (*STOP_SIGNALS, *of_terminal):
         signal.signal(number, stop)
 
 

@@ -41,15 +41,17 @@ def yaml_of(prefix: list[str], python: str = PYTHON) -> str:
     return f"container: {json.dumps({'prefix': prefix, 'python': python})}\n"
 
 
-def outside(pid: int) -> int:
-    """Return the process that has this pid in the newest container, by its pid here."""
+def outside(pid: int, node: str = "") -> int:
+    """Return the process that has this pid in the newest container, of a node of Slurm where one is named, by its pid
+    here: containers of several nodes have the same pids."""
     found = []
     for status in Path("/proc").glob("[0-9]*/status"):
         try:
             text = status.read_text()
+            environment = status.with_name("environ").read_text(errors="replace").split("\0")
         except OSError:  # it has ended
             continue
         pids = next((line.split()[1:] for line in text.splitlines() if line.startswith("NSpid:")), [])
-        if len(pids) > 1 and pids[-1] == str(pid):
+        if len(pids) > 1 and pids[-1] == str(pid) and (not node or f"SLURMD_NODENAME={node}" in environment):
             found.append(int(pids[0]))
     return max(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import shutil
 import signal
 import subprocess
@@ -37,6 +38,25 @@ for epoch in ctx.epochs(ctx.params.epochs, model=model, optimizer=optimizer):
         ctx.log({"train/loss": loss})
         time.sleep(pause)
 ctx.finish({"digest": digest(model.state_dict(), optimizer.state_dict()["state"])})
+"""
+
+WHILE_TRUE = """\
+import torch
+import jobkit
+
+ctx = jobkit.init()
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+ctx.track(model=model, optimizer=optimizer)
+updates = ctx.step
+while True:
+    ctx.boundary(updates)
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    updates += 1
+    if updates > 10:
+        break
+ctx.finish({"updates": updates})
 """
 
 LAUNCHERS = {
@@ -108,6 +128,29 @@ def test_ctrl_c_saves_a_script_and_ends_it_with_75(tmp_path: Path) -> None:
         shard.write_bytes(b"damaged")
     assert "Traceback" not in finish(start(made, "python"), 1)
     assert (launch.status.state, "fresh" in (launch.ends[1].error or "")) == ("failed", True)
+
+
+def test_a_closed_terminal_saves_a_script_that_prints(tmp_path: Path) -> None:
+    made = project(tmp_path)
+    made.write("script.py", SCRIPT.replace("time.sleep(pause)", "time.sleep(pause); print(ctx.step, flush=True)"))
+    terminal, inner = pty.openpty()
+    words = ["setsid", "--ctty", sys.executable, "script.py", "0.1"]
+    process = subprocess.Popen(words, cwd=made.folder, env=made.environment, stdin=inner, stdout=inner, stderr=inner)
+    os.close(inner)
+    launch = only_run(made).wait_for_step(5)
+    os.close(terminal)
+    assert process.wait(PATIENCE) == 75
+    assert (launch.causes, launch.ends[0].durable_step) == (["stopped"], launch.ends[0].last_step)
+
+
+def test_a_loop_that_breaks_after_a_step_counts_the_step(tmp_path: Path) -> None:
+    """As nanoGPT's `if iter_num > max_iters: break`."""
+    made = project(tmp_path)
+    made.write("script.py", WHILE_TRUE)
+    finish(start(made, "python"))
+    launch = only_run(made)
+    assert (launch.ends[0].last_step, launch.run.durable_step()) == (11, 11)
+    assert launch.status.result == {"updates": 11}
 
 
 def test_a_script_that_raises_has_its_error_in_the_journal(tmp_path: Path) -> None:

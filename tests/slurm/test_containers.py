@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -26,9 +27,10 @@ def test_a_container_is_preempted_and_killed_and_loses_a_node(
     project.yaml.write_text(f"{YAML}clusters: {json.dumps({'boxed': entry})}\n")
     launch = project.submit("--cluster", "boxed", "resources.nodes=2", "resources.min_nodes=1", steps=100_000, every=5)
     launch.wait_for_step(15)
-    os.kill(outside(launch.rank_pid(1)), signal.SIGKILL)
+    second = launch.status.attempts[0].nodes[1]
+    os.kill(outside(launch.rank_pid(1), second), signal.SIGKILL)
     launch.wait_for_attempt(2).wait_for_step(30)
-    os.kill(parent_of(outside(launch.rank_pid(1))), signal.SIGKILL)  # the agent
+    os.kill(parent_of(outside(launch.rank_pid(1), second)), signal.SIGKILL)  # the agent
     launch.wait_for_attempt(3).wait_for_step(50)
     cluster.preempt(str(launch.status.job_id))
     launch.wait_for_attempt(4).wait_for_step(70)
@@ -48,7 +50,8 @@ def test_a_container_is_preempted_and_killed_and_loses_a_node(
     assert (launch.status.state, launch.causes[2]) == ("finished", "preempted")
     assert launch.causes[4:] == ["node_failure", "finished"]
     assert [launch.ends[number].next for number in (0, 1, 2, 4)] == ["in_place", "in_place", "requeue", "in_place"]
-    assert [ended.first_step for ended in launch.ends[1:]] == [ended.durable_step for ended in launch.ends[:-1]]
+    for before, after in pairwise(launch.ends):
+        assert (after.first_step or 0) >= (before.durable_step or 0) > 0
 
 
 def test_a_node_on_which_the_container_fails_is_replaced_by_a_spare(
@@ -65,7 +68,7 @@ def test_a_node_on_which_the_container_fails_is_replaced_by_a_spare(
     nodes, batch_node = launch.status.attempts[0].nodes, launch.run.lease().node  # type: ignore[union-attr]
     sick = next(node for node in nodes if node != batch_node)
     (project.folder / f"sick.{sick}").touch()
-    os.kill(parent_of(outside(launch.rank_pid(nodes.index(sick)))), signal.SIGKILL)
+    os.kill(parent_of(outside(launch.rank_pid(nodes.index(sick)), sick)), signal.SIGKILL)
     launch.wait_for_attempt(2).wait_for_step(30).end_training().wait_until_over()
     assert (launch.status.state, launch.causes) == ("finished", ["killed", "finished"])
     assert sick not in launch.status.attempts[1].nodes
@@ -89,7 +92,8 @@ def test_srun_itself_may_enter_the_container(slurm: Cluster, on_slurm: Callable[
 
 @pytest.mark.parametrize("option", ["--mpi=nosuch", "--gres=nosuch:1"])
 def test_a_value_that_srun_refuses_is_tried_once(slurm: Cluster, on_slurm: Callable[..., Project], option: str) -> None:
-    launch = on_slurm(slurm).submit("--cluster", "slurm", f"clusters.slurm.srun_args=['{option}']").wait_until_over()
+    words = ("--cluster", "slurm", f"clusters.slurm.srun_args=['{option}']", f"name={option[2:5]}")
+    launch = on_slurm(slurm).submit(*words).wait_until_over()
     assert (launch.status.state, launch.causes) == ("failed", ["crashed"])
     assert launch.ends[0].final
 
