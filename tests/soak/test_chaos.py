@@ -64,14 +64,12 @@ def interrupt(kind: str, launch: Launch, cluster: Cluster | None, chance: random
         for pid in [launch.rank_pid(number) for number in range(RANKS)]:
             with contextlib.suppress(ProcessLookupError):  # it died of the death before
                 os.kill(pid, signal.SIGKILL)
-    elif kind == "kill_supervisor":
+    elif kind in ("kill_supervisor", "kill_job_script"):
         # After another kill its successor may not have said yet who it is.
         wait_until(lambda: is_alive(launch.supervisor_pid), "a supervisor", launch.describe, PATIENCE)
-        launch.kill_supervisor()
+        launch.kill_supervisor() if kind == "kill_supervisor" else launch.kill_job_script()
     elif kind == "kill_agent":
         launch.kill_agent(rank)
-    elif kind == "kill_job_script":
-        launch.kill_job_script()
     elif kind == "preempt":
         assert cluster is not None
         cluster.preempt(str(launch.status.job_id))
