@@ -126,6 +126,7 @@ def follow_local(run: RunDir, process: subprocess.Popen[bytes], signals: Signals
 
 
 def _show(run: RunDir, process: subprocess.Popen[bytes], signals: Signals, follower: Follower, stop: Stop) -> None:
+    """Show the output until the job has ended, and pass signals on. Raises OSError where nobody takes the output."""
     look_at, turn_shown = time.monotonic() + AGAIN_SECONDS, ""
     # The job script may be killed, and its supervisor live on: the lock says so.
     while process.poll() is None or run.alive_lock().is_held():

@@ -48,7 +48,7 @@ def _problem(program: str, folder: str) -> str | None:
     if start.ROOT not in sys.path:
         sys.path.append(start.ROOT)
     if program == "agent" and "JOBKIT_JOB_ID" not in os.environ:
-        return "the container hides the variables of the job, as with apptainer's --cleanenv: let it pass them on"
+        return "the container hides the variables of the job: remove --cleanenv (apptainer), or add --env-host (podman)"
     if lacking := list(_lacking()):
         return f"the container lacks packages: {sys.executable} -m pip install {' '.join(map(repr, lacking))}"
     return None

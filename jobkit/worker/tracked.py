@@ -251,6 +251,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def first_gradient(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+    """Return the gradient of the first parameter that has a gradient."""
     items = (item for group in optimizer.param_groups for item in group["params"])
     return next((item.grad for item in items if item.grad is not None), None)
 
