@@ -83,7 +83,7 @@ class Follower:
             say(f"run directory: {self.run.path}")
             return EXIT_FINISHED
         if state == "failed" and ended is not None:
-            if ended.traceback and ended.rank != 0:  # rank 0 has printed its own
+            if ended.traceback and (ended.rank != 0 or ended.attempt < self._first):  # rank 0's was shown as it came
                 say(ended.traceback.rstrip())
             say(f"output: {self.run.logs(ended.attempt)}")
         elif status.attempt is None or status.attempt.submission != status.person_submission:
