@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, InputError
 from jobkit.run.files import leaves
 from jobkit.run.journal import read_status
+from jobkit.run.locks import Lock
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import find, runs_dir_of
 from jobkit.usage import enter_folder, show_examples
@@ -77,8 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
         prepare=lambda run: _copy_checkpoint(source, step, run) if source is not None else None,
         first=step,
     )
-    report = verification.run()
-    code = folder if source is not None else next((verification.runs_dir / ".code").glob("[0-9a-f]*"))
+    with Lock(runs_dir / ".verify" / f"{verification.runs_dir.name}.lock"):  # another one would delete these runs
+        report = verification.run()
+        code = folder if source is not None else next((verification.runs_dir / ".code").glob("[0-9a-f]*"))
     runs.note(runs_dir, code.name, report)
     if arguments.json:
         difference = report.difference

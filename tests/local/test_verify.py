@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,13 @@ def test_a_forgotten_state_is_named(tmp_path: Path, forgets: str) -> None:
     assert report["difference"] == {"kind": kind, "name": name}, report
     if forgets == "moving average":
         assert "average" in report["lines"][-1]  # the local value, as a hint
+
+
+def test_two_verifications_of_an_experiment_do_not_disturb_each_other(tmp_path: Path) -> None:
+    project = training_project(tmp_path)
+    words = ("verify", str(project.yaml), "--local", "--steps", "10", "--json")
+    both = [project.start(*words, stderr=subprocess.DEVNULL) for _ in range(2)]
+    assert [json.loads(process.communicate()[0])["equal"] for process in both] == [True, True]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
