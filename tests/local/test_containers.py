@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from harness.container import PYTHON, box, outside, yaml_of
 from harness.runs import YAML, Project, parent_of, wait_until
+from harness.training import training_project
 
 
 def test_deaths_within_a_container_cost_an_attempt_and_its_agents_may_have_equal_pids(project: Project) -> None:
@@ -47,6 +49,13 @@ def test_a_runtime_that_fails_for_a_moment_does_not_end_a_run_that_has_trained(p
         ["killed", "node_failure"],
         "finished",
     )
+
+
+def test_a_training_in_a_container_is_verified(tmp_path: Path) -> None:
+    project = training_project(tmp_path)
+    project.yaml.write_text(project.yaml.read_text() + yaml_of(box(tmp_path)))
+    done = project.jobkit("verify", str(project.yaml), "--local", "--steps", "12", "--json")
+    assert json.loads(done.stdout)["equal"]
 
 
 UNFIT: dict[str, Callable[[Path], tuple[list[str], str]]] = {
