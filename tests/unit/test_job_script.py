@@ -85,7 +85,8 @@ def job(tmp_path: Path):  # type: ignore[no-untyped-def]
             **{"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_PARTITION": "low"},
             **variables,
         }
-        done = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, timeout=60)
+        words = ["bash", str(script)]
+        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
 
         def lines(name: str) -> list[str]:
             return (tmp_path / name).read_text().splitlines() if (tmp_path / name).exists() else []
