@@ -57,6 +57,8 @@ class Live:
     leaves: dict[str, torch.Tensor]
     skeleton: Any
     pickled: list[str] = field(default_factory=list)
+    left_out: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Frozen parameters, which no checkpoint holds."""
 
 
 class Walker:
@@ -151,13 +153,13 @@ class _ModuleWalker(Walker):
 
     def __init__(self, module: nn.Module, frozen: set[str]) -> None:
         self.module, self._frozen = module, frozen
-        self._left_out: list[torch.Tensor] = []
+        self._left_out: dict[str, torch.Tensor] = {}
         self._slots: _Slots | None = None
         self._live = Live({}, None)
         self._extra: dict[str, nn.Module] = {}
 
     def look(self) -> Live:
-        thawed = any(parameter.requires_grad for parameter in self._left_out)
+        thawed = any(parameter.requires_grad for parameter in self._left_out.values())
         if thawed or self._slots is None or not self._slots.are_same():
             self._walk()
             self.version += 1
@@ -167,11 +169,11 @@ class _ModuleWalker(Walker):
             skeleton, pickled = tree.skeleton, tree.pickled
             leaves = {**leaves, **{f"extra/{path}": leaf for path, leaf in tree.leaves.items()}}
             self.version += bool(tree.leaves)
-        return Live(leaves, skeleton, pickled)
+        return Live(leaves, skeleton, pickled, self._left_out)
 
     def _walk(self) -> None:
         slots, leaves, seen = _Slots(), {}, set()
-        self._extra, self._left_out = {}, []
+        self._extra, self._left_out = {}, {}
         for prefix, module in self.module.named_modules(remove_duplicate=False):
             parameters, buffers = module._parameters, module._buffers
             slots.watch(parameters, buffers, module._modules)
@@ -188,7 +190,7 @@ class _ModuleWalker(Walker):
                     if tensor is None:
                         continue
                     if name in self._frozen and not tensor.requires_grad:
-                        self._left_out.append(tensor)
+                        self._left_out[name] = tensor
                         continue
                     self._frozen.discard(name)  # it has been trained, also if it is frozen again
                     if id(tensor) not in seen:  # tied weights are saved once

@@ -48,6 +48,9 @@ DTYPES = {
 }
 """The dtypes of safetensors, by torch's."""
 
+NAMED = 3
+"""Paths of an entry's pickled values that are named: a replay buffer has one for each transition."""
+
 SKELETONS = "__skeletons__"
 """The last tensor of a shard: the plain values of its entries, as JSON."""
 
@@ -230,13 +233,16 @@ class Stager:
             for path, leaf in sorted(live.leaves.items()):  # a restored state may have another order
                 state.update(path.encode())
                 state.update(_local(leaf).cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            for path, leaf in live.left_out.items():  # by sums, where they lie: a large model's copies take seconds
+                state.update(f"{path} {_local(leaf).contiguous().view(-1).view(torch.uint8).sum()}".encode())
             digests[entry.name] = state.hexdigest()
         return digests
 
     # The layout
 
     def _look(self, entries: Sequence[Entry]) -> tuple[dict[str, Any], list[str]]:
-        """Find the leaves; lay them out again if they changed. Returns the skeletons, and paths of pickled values."""
+        """Find the leaves; lay them out again if they changed. Returns the skeletons, and first paths of pickled
+        values."""
         skeletons, pickled, lives, changed = {}, [], [], []
         for entry, walker in self.walkers(entries):
             live = walker.look()
@@ -245,7 +251,7 @@ class Stager:
                 self._versions[entry.name] = id(walker), walker.version
                 changed.append((entry, live))
             skeletons[_prefix(entry, self.place.rank)] = live.skeleton
-            pickled += [f"{entry.name}/{path}" for path in live.pickled]
+            pickled += [f"{entry.name}/{path}" for path in live.pickled[:NAMED]]
         self._lay_out(lives, changed)
         return skeletons, pickled
 

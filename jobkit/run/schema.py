@@ -148,8 +148,9 @@ class CheckpointConfig:
     best: BestConfig | None = None
     """Also keep the checkpoint with the best value of a metric: `{metric: validation/loss, mode: min}`."""
     weights: Literal["all", "trainable"] = "all"
-    """Which parameters of a model are in checkpoints and in `final/`: `all`, or `trainable`, as for a LoRA: parameters
-    that require no gradient and did not change since `ctx.track` are left out. Buffers are always included."""
+    """Which parameters of a model are in checkpoints and in `final/`: `all`, or `trainable`, as for a LoRA: where
+    a model has both, those that require no gradient are left out until they do; `verify` names a model of which
+    training changes them all the same, as an average does. Buffers are always included."""
 
 
 @dataclass(frozen=True, kw_only=True)

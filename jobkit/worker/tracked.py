@@ -4,7 +4,7 @@
     loop's begin --> jobkit.generators, jobkit.gradients, jobkit.scaler ... --> restored last
 
 State is what is declared. Three exact guards stay: what ctx made must be tracked, an optimizer that stepped tracked
-parameters must be tracked, and what is called replicated is equal on all ranks at the first save.
+parameters must be tracked, and what is called replicated is equal on all ranks at the first save after a step.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Tracked:
         buffers = {f"{prefix}.{key}".lstrip(".") for prefix, part in module.named_modules() for key in part._buffers}
         several = self.checkpointer.place.world_size > 1
         frozen: set[str] = set()
-        if self._weights == "trainable":
+        if self._weights == "trainable" and any(parameter.requires_grad for parameter in module.parameters()):
             frozen = {key for key, parameter in module.named_parameters() if not parameter.requires_grad}
         return Entry(
             name=name,
@@ -220,11 +220,11 @@ class Tracked:
             self._accepted.add(optimizer)
 
     def check_state(self) -> None:
-        """Before a save: the optimizers; and at the first save, that replicas are equal on all ranks."""
+        """Before a save: the optimizers; at the first save after a step, that replicas are equal on all ranks."""
         self.before_look()
         self.check_optimizers()
         self.before_save()
-        if not self._is_checked:
+        if self.has_begun and not self._is_checked:
             self._is_checked = True
             check_replicas(self.entries, self.checkpointer.stager, self.checkpointer.ranks)
 

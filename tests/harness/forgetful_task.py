@@ -48,6 +48,25 @@ def train(ctx: jobkit.Context) -> dict[str, Any]:
     return {"worst": worst} if forgets == "result" else {}
 
 
+def train_teacher(ctx: jobkit.Context) -> dict[str, Any]:
+    """With `weights: trainable` nothing of a teacher is forgotten that is a model of its own; that of a model with
+    trained parts is."""
+    model = ctx.parallelize(nn.Linear(1, 1))
+    teacher = nn.Linear(1, 1).requires_grad_(False)
+    if ctx.params.forgets == "teacher":
+        model.teacher = teacher
+    else:
+        ctx.track(teacher=teacher)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ctx.track(model=model, optimizer=optimizer)
+    for _ in ctx.steps(ctx.params.steps):
+        ctx.backward(model, DATA[:8], nn.functional.mse_loss, global_batch_size=8)
+        ctx.update(optimizer)
+        with torch.no_grad():
+            teacher.weight.lerp_(model.weight, 0.1)
+    return {}
+
+
 def track_in_turn(ctx: jobkit.Context) -> dict[str, Any]:
     """Nothing is forgotten: the scheduler, made after its optimizer was restored, has changed the learning rate."""
     model = ctx.parallelize(nn.Linear(1, 1))

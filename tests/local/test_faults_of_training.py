@@ -92,6 +92,16 @@ def lazy(ctx):
 def exits(ctx):
     raise SystemExit(0)
 
+def not_parallel(ctx):
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = ctx.loader(TensorDataset(X, X.sin()), global_batch_size=8)
+    ctx.track(model=model, optimizer=optimizer, loader=loader)
+    for step in ctx.steps(10, every={dict: 5}):
+        x, y = next(loader)
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+
 def two_loops(ctx):
     model, optimizer, loader = parts(ctx)
     ctx.track(model=model, optimizer=optimizer, loader=loader)
@@ -172,6 +182,12 @@ def test_a_mistake_is_one_line_and_is_not_retried(tmp_path: Path, task: str) -> 
     assert MISTAKES[task] in str(ended.error)
     assert ended.traceback is None
     assert "Traceback" not in launch.run.rank_log(1, 0, "err").read_text()
+
+
+def test_a_model_that_each_rank_trains_alone_is_refused(tmp_path: Path) -> None:
+    launch = run(tmp_path, "not_parallel", 2, "checkpoint: {every: 1, memory: 1}\n").wait_until_over()
+    assert (launch.status.state, len(launch.ends)) == ("failed", 1)
+    assert "comes from ctx.parallelize" in str(launch.ends[0].error)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")

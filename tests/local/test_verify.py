@@ -47,6 +47,13 @@ def test_what_training_makes_comes_back(tmp_path: Path) -> None:
     assert (code, report["equal"]) == (0, True), report
 
 
+def test_averaged_weights_are_state_although_they_require_no_gradient(tmp_path: Path) -> None:
+    code, report = verify(tmp_path, "checkpoint.weights=trainable", task="train_teacher")
+    assert (code, report["equal"]) == (0, True), report
+    code, report = verify(tmp_path, "checkpoint.weights=trainable", "params.forgets=teacher", task="train_teacher")
+    assert (code, report["difference"]) == (1, {"kind": "restored state", "name": "model"}), report
+
+
 def test_streams_of_a_loader_are_exact(tmp_path: Path) -> None:
     code, report = verify(tmp_path, task="train_stream", ranks=2)
     assert (code, report["missing"]) == (0, ["epoch end"]), report

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -173,6 +174,25 @@ def test_a_compiled_or_wrapped_module_has_the_names_of_the_module_within() -> No
     compiled = torch.compile(model, backend="eager")
     assert list(walker_of(Entry(name="m", live=compiled), {}).look().leaves) == ["0.weight", "0.bias"]
     assert names_of([("m", compiled)]) == names_of([("m", model)])
+
+
+class Transition(NamedTuple):
+    state: torch.Tensor
+
+
+class Replay:
+    """A buffer of transitions, each of which is pickled."""
+
+    def state_dict(self) -> dict[str, list[Transition]]:
+        return {"items": [Transition(torch.zeros(1)) for _ in range(1000)]}
+
+    def load_state_dict(self, state: dict[str, list[Transition]]) -> None:
+        raise NotImplementedError
+
+
+def test_of_thousands_of_pickled_values_a_few_are_named() -> None:
+    staged = stager().stage([Entry(name="replay", live=Replay())])
+    assert 0 < len(staged.pickled) < 10
 
 
 def test_frozen_parameters_are_saved_once_they_have_been_trained() -> None:
