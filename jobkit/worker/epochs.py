@@ -55,6 +55,8 @@ class Epochs:
         """Of passes that this attempt has not begun yet."""
         self._number = 0
         """Passes in the epoch that have begun."""
+        self._is_under_way = False
+        """True within a pass."""
         self._is_held = False
         """True where a step is done whose boundary has not come."""
 
@@ -143,6 +145,8 @@ class Epochs:
         if resumed is not None and number < len(resumed["bases"]) - 1:
             self._bases.append(resumed["bases"][number])
             return  # a pass that was done before the checkpoint
+        if self._is_under_way:  # zip() of two passes would count two steps for each update
+            raise UsageError("ctx.batches: the pass before is not over; of two loaders at once, ctx.batches(a, b)")
         forms = [form_of(loader) for loader in loaders]
         before = self._forms_before.pop(number, forms)
         if len(before) != len(loaders):
@@ -166,7 +170,11 @@ class Epochs:
         lengths = [length for part in passes if (length := part.batches_left()) is not None]
         if lengths and self._loop.boundary.epoch + 1 == self._total:  # the loop saves one step before its end
             self._loop.total = self._loop.boundary.step + self._is_held + max(0, min(lengths))
-        yield from self._each(loaders)
+        self._is_under_way = True
+        try:
+            yield from self._each(loaders)
+        finally:
+            self._is_under_way = False
 
     def _continued(self, loader: Any, before: Form, now: Form, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return where a pass goes on: after as many samples, where the batch size or the number of ranks is another.

@@ -102,6 +102,14 @@ def not_parallel(ctx):
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
 
+def zipped(ctx):
+    model = ctx.parallelize(nn.Linear(1, 1))
+    loader = torch.utils.data.DataLoader(X, batch_size=8)
+    for epoch in ctx.epochs(2, model=model):
+        for batch in ctx.batches(loader):
+            break
+        for batches in zip(ctx.batches(loader), ctx.batches(loader)): pass
+
 def two_loops(ctx):
     model, optimizer, loader = parts(ctx)
     ctx.track(model=model, optimizer=optimizer, loader=loader)
@@ -171,6 +179,7 @@ MISTAKES = {
     "lazy": "model.weight has no values yet",
     "exits": "the training function called sys.exit",
     "two_loops": "one loop",
+    "zipped": "ctx.batches(a, b)",
 }
 
 
