@@ -134,7 +134,7 @@ class Context:
             self._loop.before_boundary = lambda step, is_last: self._spread.reshard()
         self._tracked.before_look = self._spread.reshard
         self._tracked.before_save = self._spread.check_frozen
-        self._epochs = Epochs(self._loop, self._restore_again, self._devices, rank.rank, rank.world_size)
+        self._epochs = Epochs(self._loop, self._tracked, self._restore_again, self._devices, rank.rank, rank.world_size)
         self._evaluator = Evaluator(rank, self._spread, self._tracked, self._reporter, self._loop)
         self._values: Values | None = None
         self.result: Any = None
@@ -327,7 +327,8 @@ class Context:
         """Yield epochs from where the run stands up to `total`; `objects` are for ctx.track.
 
         In the body, `for batch in ctx.batches(loader)` makes each batch a step. The lines before that loop run again
-        when an attempt continues within an epoch; what they change is undone. Raises Stopped as ctx.steps does.
+        when an attempt continues within an epoch: with the generators, and the numbers of ctx.values, that the epoch
+        began with. What they change is undone. Raises Stopped as ctx.steps does.
         """
         self.track(**objects)
         return self._epochs.epochs(total)

@@ -22,6 +22,7 @@ from jobkit.train.foreign_loader import Form, Pass, draw_base, form_of
 from jobkit.train.seeds import generator_state, load_generator_state
 from jobkit.worker.checkpoints import Boundary
 from jobkit.worker.loop import Loop
+from jobkit.worker.tracked import Tracked
 
 _END = object()
 
@@ -32,17 +33,20 @@ class Epochs:
     def __init__(
         self,
         loop: Loop,
+        tracked: Tracked,
         restore_again: Callable[[], None],
         devices: tuple[torch.device, ...],
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        self._loop, self._restore_again, self._devices = loop, restore_again, devices
+        self._loop, self._tracked, self._restore_again, self._devices = loop, tracked, restore_again, devices
         self._rank, self._world_size = rank, world_size
         self._ranks_before = world_size
         self._total = 0
         self._top: Any = None
         """The generators at the top of the epoch."""
+        self._tracked_top: dict[str, Any] = {}
+        """The tracked generators and plain values there."""
         self._bases: list[list[int]] = []
         """Of each pass in the epoch so far, of each of its loaders: the number that it was drawn from."""
         self._forms: dict[int, list[Form]] = {}
@@ -69,10 +73,12 @@ class Epochs:
             "forms": {number: [tuple(form) for form in forms] for number, forms in self._forms.items()},
             "passes": [part.state_dict() for part in self._passes] if self._bases else [],
             "top": self._top,
+            "tracked_top": self._tracked_top,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._top, self._bases = state["top"], state["bases"]
+        self._tracked_top = dict(state.get("tracked_top", {}))
         self._forms = {number: [Form(*form) for form in forms] for number, forms in state["forms"].items()}
         self._forms_before = dict(self._forms)
         self._resumed = state if state["bases"] else None
@@ -103,7 +109,8 @@ class Epochs:
         while loop.boundary.epoch < total and not self._is_at_end:
             if self._resumed is not None:
                 load_generator_state(self._resumed["top"], *self._devices)
-            self._top = generator_state(*self._devices)
+                self._tracked.set_small_state(self._tracked_top)
+            self._top, self._tracked_top = generator_state(*self._devices), self._tracked.small_state()
             self._bases, self._number = [], 0
             try:
                 yield loop.boundary.epoch

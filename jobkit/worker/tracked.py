@@ -101,6 +101,21 @@ class Tracked:
         if self.given.is_start:
             self.given.apply(self.objects)
 
+    def small_state(self) -> dict[str, dict[str, Any]]:
+        """Return the states of tracked generators, and the numbers and texts of ctx.values."""
+        small = (bool, int, float, str, bytes)
+        return {
+            entry.name: {key: value for key, value in entry.live.state_dict().items() if isinstance(value, small)}
+            for entry in self.entries
+            if isinstance(entry.live, (_TorchGenerator, Values))
+        }
+
+    def set_small_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Set what `small_state` returned, of the entries that are still tracked."""
+        for entry in self.entries:
+            if entry.name in state:
+                entry.live.load_state_dict(state[entry.name])
+
     def add_own(self, name: str, live: Any) -> None:
         """Track an object of jobkit's own. A checkpoint of a run that had none may lack it."""
         self._restore([Entry(name=OWN + name, live=live, scope="rank", optional=True)])

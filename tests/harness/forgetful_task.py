@@ -158,13 +158,16 @@ class Stream(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def train_epochs(ctx: jobkit.Context) -> dict[str, Any]:
-    """Nothing is forgotten: persistent workers, and beside them a stream."""
+    """Nothing is forgotten: persistent workers, beside them a stream; lines at an epoch's top that draw and count."""
     model = ctx.parallelize(nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(Points(), batch_size=8, shuffle=True, num_workers=1, persistent_workers=True)
-    for _ in ctx.epochs(100, model=model, optimizer=optimizer):
+    generator, state = torch.Generator().manual_seed(7), ctx.values(scale=1.0)
+    for _ in ctx.epochs(100, model=model, optimizer=optimizer, generator=generator):
+        state.scale *= 0.9
+        offset = state.scale * torch.rand(1, generator=generator)
         for (x, y), (noise, _) in ctx.batches(loader, DataLoader(Stream(), batch_size=8)):
-            x = x + 0.01 * noise
+            x = x + 0.01 * noise + offset
             loss = nn.functional.mse_loss(model(x), y)
             optimizer.zero_grad()
             loss.backward()
