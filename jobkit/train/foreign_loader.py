@@ -17,7 +17,17 @@ from itertools import count, islice
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from jobkit.train.batch import as_it_is
 from jobkit.train.seeds import (
@@ -29,6 +39,11 @@ from jobkit.train.seeds import (
     seed_cpu_generators,
 )
 from jobkit.train.workers import WorkerInit
+
+PLAIN_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+"""Samplers that do not look at what the loop does meanwhile, so that their items may be read ahead."""
+
+AHEAD = 32
 
 
 def draw_base() -> int:
@@ -143,9 +158,11 @@ class Pass:
         if self.skipped:
             rest = _After(loader.sampler, self.skipped)
             sampler = BatchSampler(rest, loader.batch_size or 1, loader.drop_last) if by_batch else rest
+        is_plain = type(loader.sampler) in PLAIN_SAMPLERS and type(loader.batch_sampler) in (BatchSampler, type(None))
+        places = Places(sampler, self.base, self._draws, self._first, self._ids, AHEAD if is_plain else 1)
         return {
             "dataset": SeededDataset(loader.dataset, loader.collate_fn),
-            "batch_sampler" if by_batch else "sampler": Places(sampler, self.base, self._draws, self._first, self._ids),
+            "batch_sampler" if by_batch else "sampler": places,
             "collate_fn": as_it_is,
         }
 
