@@ -131,7 +131,7 @@ class JobkitCallback(transformers.TrainerCallback):
             ctx._spread.orders.add(GradientOrder(trainer.model_wrapped))
         drill = self._loop.drill
         self._total = state.max_steps if drill is None else min(state.max_steps, drill.steps)
-        if drill is not None and drill.shorten:
+        if drill is not None and drill.shorten and args.eval_strategy == "steps":  # else there is no eval_steps
             state.eval_steps = min(state.eval_steps, drill.shorten)
         if self._loop.trace is not None:
             self._loop.trace.samples = lambda: self._ids

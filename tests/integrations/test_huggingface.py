@@ -33,6 +33,7 @@ from jobkit.worker.context import Context
 from jobkit.worker.join import Joined
 
 NEVER = 1_000_000_000
+BY_EPOCH: dict[str, Any] = {"eval_strategy": "epoch", "eval_steps": None}
 BEST = {"load_best_model_at_end": True, "save_strategy": "epoch", "save_total_limit": 1, "learning_rate": 0.3}
 """With a learning rate at which the best model is not the last."""
 
@@ -105,7 +106,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "steps": (1, {"max_steps": 40, "gradient_accumulation_steps": 2, "bf16": True, "logging_steps": 2}),
     "workers": (1, {"num_train_epochs": 2, "dataloader_num_workers": 1, "dataloader_persistent_workers": True}),
     "fractions": (1, {"max_steps": 40, "eval_steps": 0.1, "logging_steps": 0.05, "eval_on_start": True}),
-    "epochs": (2, {"num_train_epochs": 3, "eval_strategy": "epoch", "lr_scheduler_type": "cosine", **BEST}),
+    "epochs": (2, {"num_train_epochs": 3, "lr_scheduler_type": "cosine", **BY_EPOCH, **BEST}),
 }
 
 
