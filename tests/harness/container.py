@@ -1,7 +1,7 @@
 """A real container for tests: bubblewrap, with the Python environment in another place, and no checkout of jobkit.
 
 yaml = YAML + yaml_of(Box(project.folder))
-os.kill(outside(launch.rank_pid(0)), signal.SIGKILL)
+os.kill(outside(launch, launch.rank_pid(0)), signal.SIGKILL)
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from harness.runs import Launch
 
 PYTHON = "/opt/env/bin/python"
 
@@ -41,17 +43,19 @@ def yaml_of(prefix: list[str], python: str = PYTHON) -> str:
     return f"container: {json.dumps({'prefix': prefix, 'python': python})}\n"
 
 
-def outside(pid: int, node: str = "") -> int:
-    """Return the process that has this pid in the newest container, of a node of Slurm where one is named, by its pid
-    here: containers of several nodes have the same pids."""
+def outside(launch: Launch, pid: int, node: str = "") -> int:
+    """Return the process that has this pid in the newest container of a run, of a node of Slurm where one is named, by
+    its pid here: containers of other runs and nodes have the same pids."""
     found = []
     for status in Path("/proc").glob("[0-9]*/status"):
         try:
             text = status.read_text()
             environment = status.with_name("environ").read_text(errors="replace").split("\0")
+            words = status.with_name("cmdline").read_text(errors="replace").split("\0")
         except OSError:  # it has ended
             continue
         pids = next((line.split()[1:] for line in text.splitlines() if line.startswith("NSpid:")), [])
-        if len(pids) > 1 and pids[-1] == str(pid) and (not node or f"SLURMD_NODENAME={node}" in environment):
+        is_of_run = str(launch.run.path) in words and (not node or f"SLURMD_NODENAME={node}" in environment)
+        if len(pids) > 1 and pids[-1] == str(pid) and is_of_run:
             found.append(int(pids[0]))
     return max(found)

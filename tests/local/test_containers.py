@@ -19,10 +19,10 @@ def test_deaths_within_a_container_cost_an_attempt_and_its_agents_may_have_equal
     project.yaml.write_text(YAML + yaml_of(box(project.folder)))
     launch = project.submit("--local", "--detach", "resources.tasks_per_node=2", steps=100_000, every=5)
     launch.wait_for_step(12)
-    os.kill(outside(launch.rank_pid(1)), signal.SIGKILL)
+    os.kill(outside(launch, launch.rank_pid(1)), signal.SIGKILL)
     for number, step in ((2, 30), (3, 50)):
         launch.wait_for_attempt(number).wait_for_step(step)
-        os.kill(parent_of(outside(launch.rank_pid(0))), signal.SIGKILL)  # the agent
+        os.kill(parent_of(outside(launch, launch.rank_pid(0))), signal.SIGKILL)  # the agent
     launch.wait_for_attempt(4).wait_for_step(70)
     before = launch.supervisor_pid
     launch.kill_supervisor()
@@ -39,7 +39,7 @@ def test_a_runtime_that_fails_for_a_moment_does_not_end_a_run_that_has_trained(p
     project.yaml.write_text(YAML + yaml_of(["bash", str(start), *box(project.folder)]))
     launch = project.submit("--local", "--detach", steps=100_000, every=5).wait_for_step(12)
     (project.folder / "away").touch()
-    os.kill(parent_of(outside(launch.rank_pid(0))), signal.SIGKILL)
+    os.kill(parent_of(outside(launch, launch.rank_pid(0))), signal.SIGKILL)
     launch.wait_until(lambda me: len(me.ends) == 2, "an attempt without an agent")
     (project.folder / "away").unlink()
     launch.wait_until(lambda me: me.step > 0 and len(me.status.attempts) > 2, "another attempt")

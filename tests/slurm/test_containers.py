@@ -28,13 +28,13 @@ def test_a_container_is_preempted_and_killed_and_loses_a_node(
     launch = project.submit("--cluster", "boxed", "resources.nodes=2", "resources.min_nodes=1", steps=100_000, every=5)
     launch.wait_for_step(15)
     second = launch.status.attempts[0].nodes[1]
-    os.kill(outside(launch.rank_pid(1), second), signal.SIGKILL)
+    os.kill(outside(launch, launch.rank_pid(1), second), signal.SIGKILL)
     launch.wait_for_attempt(2).wait_for_step(30)
-    os.kill(parent_of(outside(launch.rank_pid(1), second)), signal.SIGKILL)  # the agent
+    os.kill(parent_of(outside(launch, launch.rank_pid(1), second)), signal.SIGKILL)  # the agent
     launch.wait_for_attempt(3).wait_for_step(50)
     cluster.preempt(str(launch.status.job_id))
     launch.wait_for_attempt(4).wait_for_step(70)
-    rank = outside(launch.rank_pid(0))
+    rank = outside(launch, launch.rank_pid(0))
     launch.kill_job_script()  # no agent can act for the script: the container has none of Slurm's commands
     wait_until(lambda: not is_alive(rank), "the ranks to save and end")
     assert (launch.run.durable_step() or 0) >= 70
@@ -68,7 +68,7 @@ def test_a_node_on_which_the_container_fails_is_replaced_by_a_spare(
     nodes, batch_node = launch.status.attempts[0].nodes, launch.run.lease().node  # type: ignore[union-attr]
     sick = next(node for node in nodes if node != batch_node)
     (project.folder / f"sick.{sick}").touch()
-    os.kill(parent_of(outside(launch.rank_pid(nodes.index(sick)), sick)), signal.SIGKILL)
+    os.kill(parent_of(outside(launch, launch.rank_pid(nodes.index(sick)), sick)), signal.SIGKILL)
     launch.wait_for_attempt(2).wait_for_step(30).end_training().wait_until_over()
     assert (launch.status.state, launch.causes) == ("finished", ["killed", "finished"])
     assert sick not in launch.status.attempts[1].nodes
