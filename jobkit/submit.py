@@ -85,6 +85,7 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
     points.add_argument(
         "--sweep",
         nargs="+",
+        action="extend",
         metavar="key=v1,v2",
         help="a run for each value: 'seed=range(4)', 'params.lr=log(1e-4,1,5)'",
     )

@@ -347,7 +347,7 @@ class Checkpointer:
 
     def is_better(self, value: float) -> bool:
         """Return whether a value of the metric is better than the best checkpoint's."""
-        if self._best is None:
+        if self._best is None or not math.isfinite(value):
             return math.isfinite(value)
         best = self._best[1]
         return bool(value < best if self._best_mode == "min" else value > best)

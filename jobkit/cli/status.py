@@ -22,6 +22,7 @@ from jobkit.run.chain import waits_for
 from jobkit.run.files import json_text, read_json
 from jobkit.run.older import HINT
 from jobkit.run.records import Ended, Progress
+from jobkit.run.runs import verified_file
 from jobkit.run.status import Attempt
 from jobkit.run.tail import Tail
 from jobkit.run.view import LOST, View, views
@@ -93,10 +94,11 @@ def slow_ranks(view: View, progress: Progress | None) -> list[dict[str, Any]]:
 
 
 def verified(view: View) -> dict[str, Any] | None:
-    """Return {time, equal, nondeterministic} of the last `jobkit verify` of the run's code; None if there was none."""
+    """Return {time, equal, nondeterministic} of the last `jobkit verify` of the run's code and values; None if there
+    was none."""
     submitted = view.status.submitted
     code = submitted.code if submitted is not None else None
-    value = read_json(view.run.path.parent / ".verified" / f"{code}.json")
+    value = read_json(verified_file(view.run.path.parent, code, view.run.name))
     return value if isinstance(value, dict) else None
 
 
@@ -134,7 +136,7 @@ def describe(view: View, progress: Progress | None, now: float) -> list[str]:
         age = format_seconds(max(0.0, now - word["time"]))
         outcome = "equal" if word["equal"] else "it differs after interruptions"
         outcome = "two straight runs of it differ" if word.get("nondeterministic") else outcome
-        lines.append(f"its code was verified {age} ago: {outcome}")
+        lines.append(f"its code and params were verified {age} ago: {outcome}")
     if (start := run.start()) is not None:
         lines.append(f"began with {'the weights of ' * start.weights_only}step {start.step} of {start.run}")
     step = run.durable_step()

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, InputError
 from jobkit.run.files import leaves
+from jobkit.run.identity import run_name
 from jobkit.run.journal import read_status
 from jobkit.run.locks import Lock
 from jobkit.run.rundir import RunDir
-from jobkit.run.runs import find, runs_dir_of
+from jobkit.run.runs import find, runs_dir_of, verified_file
 from jobkit.usage import enter_folder, show_examples
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Verify, and print the report."""
+    from jobkit.run.load import load
     from jobkit.submission import checks
     from jobkit.submission.plan import make_plan, target
     from jobkit.verify import runs
@@ -59,7 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
     source, step = (None, 0) if is_experiment else _run_and_step(arguments.what, runs_dir, arguments.steps)
     if source is not None:
         checks.refuse_foreign(source)
-    loaded = shortened(Path(arguments.what) if source is None else source.config_file, arguments.overrides)
+    file = Path(arguments.what) if source is None else source.config_file
+    loaded = shortened(file, arguments.overrides)
     submitted = read_status(source).submitted if source is not None else None
     entry = submitted.entry if submitted is not None and not arguments.local else None
     place = target(loaded.config, local=arguments.local, cluster=arguments.cluster or entry)
@@ -81,7 +84,11 @@ def run(arguments: argparse.Namespace) -> int:
     with Lock(runs_dir / ".verify" / f"{verification.runs_dir.name}.lock"):  # another one would delete these runs
         report = verification.run()
         code = folder if source is not None else next((verification.runs_dir / ".code").glob("[0-9a-f]*"))
-    runs.note(runs_dir, code.name, report)
+    if source is not None and not arguments.overrides:
+        name = source.name
+    else:  # without `verify.params`, as the run is submitted
+        name = run_name(load(file, arguments.overrides).config)
+    runs.note(verified_file(runs_dir, code.name, name), report)
     if arguments.json:
         difference = report.difference
         words = None if difference is None else {"kind": difference.kind, "name": difference.name}

@@ -11,7 +11,7 @@ import os
 import pwd
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def as_plain(value: Any) -> Any:
     """A result of a training function as JSON's values: tensors and arrays as numbers, other objects in words."""
     if isinstance(value, Mapping):
         return {str(key): as_plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):  # also a list of ctx.params
         return [as_plain(item) for item in value]
     if hasattr(value, "tolist"):
         return as_plain(value.tolist())

@@ -89,7 +89,7 @@ class Source:
             for key in keys_below(values):
                 if key in DROPPED:
                     raise InputError("no longer a key", key=key, hint=DROPPED[key])
-            resolved, expressions = resolve(values)
+            resolved, expressions = resolve({"seed": 0} | values)  # `${seed}` may mean the default
             _refuse_sections_in_params(resolved.get("params"))
             config = _config(resolved)
         clusters = {name: _options_of(name, entry, typed) for name, entry in config.clusters.items()}

@@ -87,7 +87,8 @@ def with_value(present: Any, below: Sequence[str], value: Any, key: str = "", *,
 def _refuse_other_kind(key: str, present: Any, value: Any) -> None:
     kind = _kind(present)
     if kind and value is not None and _kind(value) != kind and "${" not in str(value):
-        several = f"several runs: --sweep {key}={value}; a list: {key}=[{value}]; " if "," in str(value) else ""
+        items = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+        several = f"several runs: --sweep {key}={items}; a list: {key}=[{items}]; " if "," in items else ""
         hint = f"{several}+{key}=... takes any value"
         raise InputError(key=key, found=value, allowed=f"{kind}, as {present!r}", hint=hint)
 

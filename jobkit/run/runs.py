@@ -52,6 +52,11 @@ def identity_of(name: str) -> str:
     return match["identity"] if match else name
 
 
+def verified_file(runs_dir: Path, code: str | None, name: str) -> Path:
+    """Return the file that tells of the last `jobkit verify` of a run's code and values; runs of --fresh share it."""
+    return runs_dir / ".verified" / f"{code}-{identity_of(name)[-8:]}.json"
+
+
 def newest(runs_dir: Path, names: Iterable[str]) -> list[RunDir]:
     """Return the newest run of each config, by the names that the configs have; of a new one the run that it will be.
 

@@ -223,9 +223,8 @@ def _notes(straight: Trace) -> list[str]:
     return [*lines, f"written outside the run directory, and not restored: {', '.join(files)}"] if files else lines
 
 
-def note(runs_dir: Path, code: str, report: Report) -> None:
-    """Remember for `status` and `list` when code was verified."""
-    folder = runs_dir / ".verified"
-    folder.mkdir(parents=True, exist_ok=True)
+def note(file: Path, report: Report) -> None:
+    """Remember for `status` when a run's code and values were verified."""
+    file.parent.mkdir(parents=True, exist_ok=True)
     value = {"time": time.time(), "equal": report.equal, "nondeterministic": report.is_nondeterministic}
-    write_json(folder / f"{code}.json", value, durable=False)
+    write_json(file, value, durable=False)

@@ -68,7 +68,7 @@ class Context:
     def __init__(self, rank: Rank, joined: Joined, environ: Mapping[str, str]) -> None:
         config = rank.config
         self.params: DictConfig = OmegaConf.create(rank.params)
-        """The YAML's `params`, read-only."""
+        """The YAML's `params`, read-only; `OmegaConf.to_container(ctx.params)` is a dict."""
         OmegaConf.set_readonly(self.params, True)
         self.seed: int = config.seed or 0
         """The YAML's `seed`; 0 for null."""
@@ -85,7 +85,8 @@ class Context:
         self.attempt: int = rank.attempt
         """How many times the run has been started, this one included."""
         self.run_dir: Path = rank.run.path
-        """The run's directory; files of your own belong in `outputs/` below it."""
+        """The run's directory; files of your own belong in `outputs/` below it, which exists."""
+        rank.run.outputs.mkdir(exist_ok=True)
         self._rank, self._ranks = rank, joined.ranks
         self._devices = (joined.device,)
         place = Place(rank.rank, rank.world_size, rank.local_world_size, disks_of(rank.run.path, rank, joined.ranks))

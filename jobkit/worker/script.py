@@ -13,6 +13,7 @@ import atexit
 import dataclasses
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Mapping
@@ -26,7 +27,8 @@ from jobkit.run.identity import run_name
 from jobkit.run.load import Loaded, load
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import runs_dir_of
-from jobkit.run.schema import AUTO, Config, Resources
+from jobkit.run.schema import AUTO, Config
+from jobkit.run.strict import build
 from jobkit.run.yamlfile import Places
 from jobkit.worker import launched
 from jobkit.worker.context import Context
@@ -79,6 +81,9 @@ def init(
     stands = (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else None
     try:
         launch = find_launch(os.environ, stands)
+        if not isinstance(config, (str, PurePath, type(None))):
+            hint = "the values of a parser: jobkit.init(params=vars(args))"
+            raise InputError(key="jobkit.init", found=type(config).__name__, allowed="the path of a YAML", hint=hint)
         values = _values(params, launch.topology)
         loaded = load(Path(config), _words(name, values, seed), _program()) if config else _loaded(name, values, seed)
         folder = runs_dir_of(Path(runs_dir) if runs_dir is not None else None)
@@ -116,13 +121,16 @@ def _words(name: str | None, values: Mapping[str, Any], seed: int | None) -> lis
 
 
 def _loaded(name: str | None, values: dict[str, Any], seed: int | None) -> Loaded:
-    config = Config(
-        name=name or Path(sys.argv[0]).stem or "interactive",
-        command=_program(),
-        params=values,
-        seed=seed,
-        resources=Resources(gpus_per_task=AUTO),
-    )
+    script = re.sub(r"[^\w.-]+", "-", Path(sys.argv[0]).stem, flags=re.ASCII).strip("-._")
+    is_file = Path(sys.argv[0]).is_file()  # else it is `-c`, `-` or nothing
+    values = {
+        "name": name or (script if is_file else "") or "interactive",
+        "command": _program(),
+        "params": values,
+        "seed": seed,
+        "resources": {"gpus_per_task": AUTO},
+    }
+    config = build(Config, values)
     return Loaded(config=config, places=Places(Path(sys.argv[0])), notes=[], expressions={})
 
 

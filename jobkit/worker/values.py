@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 
 
 class Values:
@@ -16,7 +17,8 @@ class Values:
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        vars(self).update(values)
+        for name, value in values.items():  # a list or mapping of ctx.params is one of OmegaConf's
+            vars(self)[name] = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
     def __repr__(self) -> str:
         return f"Values({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"

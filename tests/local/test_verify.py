@@ -134,3 +134,5 @@ def test_a_run_is_verified_from_its_checkpoint_with_its_own_code(tmp_path: Path)
     assert report["equal"], report
     status = json.loads(made.jobkit("status", run.name, "--json").stdout)
     assert status["verified"]["equal"] is True
+    (noted,) = (tmp_path / "runs" / ".verified").iterdir()
+    assert noted.stem.endswith(run.name[-8:])  # a run with other values has not been verified

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 
 from jobkit.run.disk import explained, is_full, write_probe
 from jobkit.run.files import (
@@ -63,8 +64,15 @@ def test_every_result_of_a_training_function_has_a_form_in_json() -> None:
         "complex": np.array([1j]),
         "date": np.datetime64("2026-03-05"),
         "path": [Path("a")],
+        "params": OmegaConf.create([1, {"a": [2]}]),
     }
-    expected = {"1": [[1, 2], [3, 4]], "complex": ["1j"], "date": "2026-03-05", "path": ["a"]}
+    expected = {
+        "1": [[1, 2], [3, 4]],
+        "complex": ["1j"],
+        "date": "2026-03-05",
+        "path": ["a"],
+        "params": [1, {"a": [2]}],
+    }
     assert json.loads(json_text(as_plain(result))) == expected
 
 

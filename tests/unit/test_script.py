@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
+
+from jobkit.errors import InputError
 from jobkit.run.load import load
 from jobkit.worker import script
 from jobkit.worker.launcher import Topology
@@ -17,3 +22,29 @@ def test_arguments_of_init_win_over_its_yaml(tmp_path: Path) -> None:
         config = load(yaml, script._words("other", values, seed), ["python", "x.py"]).config
         assert (config.name, config.seed, config.checkpoint.every) == ("other", expected, 7)
         assert config.params == {"lr": 0.5, "kept": 2, "out": "out", "text": "a: [b"}
+
+
+@pytest.mark.parametrize("words", ["jobkit.init(name='../up')", "jobkit.init({'lr': 1})"])
+def test_wrong_arguments_of_init_start_nothing(tmp_path: Path, words: str) -> None:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    program = [sys.executable, "-c", f"import jobkit; {words}"]
+    done = subprocess.run(program, cwd=folder, capture_output=True, text=True)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert list(tmp_path.rglob("*")) == [folder]
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [("train v2 (copy).py", "train-v2-copy"), ("_vae.py", "vae"), ("-c", "interactive"), ("", "interactive")],
+)
+def test_a_script_without_a_name_gives_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, expected: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if file.endswith(".py"):
+        Path(file).touch()
+    monkeypatch.setattr(sys, "argv", [file])
+    assert script._loaded(None, {}, 0).config.name == expected
+    with pytest.raises(InputError):
+        script._loaded("my exp", {}, 0)

@@ -79,6 +79,8 @@ def test_a_sweep_of_a_table_is_shown_and_nothing_is_written(
     assert main(["submit", "toy.yaml", "--local", "--dry-run", "--sweep-file", "points.csv"]) == 0
     assert [line.split()[1:] for line in capsys.readouterr().out.splitlines()[1:]] == [["seed=1"], ["seed=2"]]
     assert not (tmp_path / "runs").exists()
+    assert main(["submit", "toy.yaml", "--local", "--dry-run", "--sweep", "seed=1,2", "--sweep", "params.lr=1,2"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1 + 4
 
 
 @pytest.mark.parametrize(
