@@ -173,6 +173,8 @@ class Pass:
         """
         dataset = getattr(loader, "dataset", None)
         owners = [loader, dataset] if getattr(loader, "num_workers", 0) == 0 else [loader]
+        if isinstance(loader, DataLoader) and not _has_state(dataset):
+            owners = []  # torchdata's loader would read it again itself, and from its second restart on wrongly
         owner: Any = next(filter(_has_state, owners), None)
         number = 0
         if owner is not None and self._stream_state is not None:

@@ -130,6 +130,7 @@ LOADERS: dict[str, Callable[[RankGroup], list[Any]]] = {
     "a stream with a state": lambda ranks: [DataLoader(Resumable(), 4)],
     "a stateful loader": lambda ranks: [StatefulDataLoader(Noisy(), 4, shuffle=True, num_workers=1)],
     "a stateful loader of a stream": lambda ranks: [StatefulDataLoader(Resumable(), 4)],
+    "a stateful loader of a stream without a state": lambda ranks: [StatefulDataLoader(Stream(), 3, num_workers=2)],
 }
 
 
