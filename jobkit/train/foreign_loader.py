@@ -44,6 +44,7 @@ PLAIN_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, Weighte
 """Samplers that do not look at what the loop does meanwhile, so that their items may be read ahead."""
 
 AHEAD = 32
+"""Batches whose order is read at a time from them."""
 
 
 def draw_base() -> int:

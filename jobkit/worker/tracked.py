@@ -103,7 +103,7 @@ class Tracked:
 
     def small_state(self) -> dict[str, dict[str, Any]]:
         """Return the states of tracked generators, and the numbers and texts of ctx.values."""
-        small = (bool, int, float, str, bytes)
+        small = (bool, int, float, str, bytes, type(None))
         return {
             entry.name: {key: value for key, value in entry.live.state_dict().items() if isinstance(value, small)}
             for entry in self.entries
