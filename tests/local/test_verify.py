@@ -85,7 +85,7 @@ def test_a_forgotten_state_is_named(tmp_path: Path, forgets: str) -> None:
 
 def test_two_verifications_of_an_experiment_do_not_disturb_each_other(tmp_path: Path) -> None:
     project = training_project(tmp_path)
-    words = ("verify", str(project.yaml), "--local", "--steps", "10", "--json")
+    words = ("verify", str(project.yaml), "--local", "--steps", "6", "--json")
     both = [project.start(*words, stderr=subprocess.DEVNULL) for _ in range(2)]
     assert [json.loads(process.communicate()[0])["equal"] for process in both] == [True, True]
 
