@@ -148,9 +148,10 @@ class CheckpointConfig:
     best: BestConfig | None = None
     """Also keep the checkpoint with the best value of a metric: `{metric: validation/loss, mode: min}`."""
     weights: Literal["all", "trainable"] = "all"
-    """Which parameters of a model are in checkpoints and in `final/`: `all`, or `trainable`, as for a LoRA: where
-    a model has both, those that require no gradient are left out until they do; `verify` names a model of which
-    training changes them all the same, as an average does. Buffers are always included."""
+    """Which parameters of a model are in checkpoints and in `final/`: `all`, or `trainable`, as for a LoRA: of a
+    model that trains a part of its parameters, the other parameters are left out until they require gradients.
+    `verify` names a model whose other parameters change all the same, as an average does. Buffers are always
+    included."""
 
 
 @dataclass(frozen=True, kw_only=True)
