@@ -153,7 +153,7 @@ class Epochs:
             self._bases.append(resumed["bases"][number])
             return  # a pass that was done before the checkpoint
         if self._is_under_way:  # zip() of two passes would count two steps for each update
-            raise UsageError("ctx.batches: the pass before is not over; for two loaders at once write ctx.batches(a, b)")
+            raise UsageError("ctx.batches: the pass before is not over; for two loaders write ctx.batches(a, b)")
         forms = [form_of(loader) for loader in loaders]
         before = self._forms_before.pop(number, forms)
         if len(before) != len(loaders):
