@@ -67,7 +67,7 @@ def uses_everything(ctx):
     assert jobkit.derive_seed(ctx.seed, "noise") == SEED
     with ctx.main_first():
         if ctx.is_main:
-            (ctx.run_dir / "outputs" / "prepared").mkdir(parents=True)
+            (ctx.run_dir / "outputs" / "prepared").mkdir()
         assert (ctx.run_dir / "outputs" / "prepared").exists()
     model = ctx.parallelize(Tied())
     optimizer = ctx.optimizer(model, jobkit.optim.EmaAdamW, lr=0.1)

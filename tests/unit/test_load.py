@@ -183,6 +183,7 @@ def test_a_changed_config_is_written_as_it_is(tmp_path: Path, monkeypatch: pytes
 
 
 def test_literal_dollars_and_run_dir_stay_texts(tmp_path: Path) -> None:
+    assert _load(tmp_path, "params: {of: '${seed}'}\n").config.params == {"of": 0}  # a default that nobody wrote
     loaded = _load(tmp_path, "params: {a: '\\${HOME}/x', b: '${run_dir}/o', c: '${params.b}', d: '${params.a}'}\n")
     assert loaded.config.params == {"a": "${HOME}/x", "b": "${run_dir}/o", "c": "${run_dir}/o", "d": "${HOME}/x"}
     assert _reread(tmp_path, loaded) == loaded.config

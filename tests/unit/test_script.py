@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from jobkit.errors import InputError
 from jobkit.run.load import load
 from jobkit.worker import script
 from jobkit.worker.launcher import Topology
+from jobkit.worker.values import Values
 
 
 def test_arguments_of_init_win_over_its_yaml(tmp_path: Path) -> None:
@@ -48,3 +50,8 @@ def test_a_script_without_a_name_gives_its_own(
     assert script._loaded(None, {}, 0).config.name == expected
     with pytest.raises(InputError):
         script._loaded("my exp", {}, 0)
+
+
+def test_lists_of_params_are_plain_in_values() -> None:
+    state = Values({"betas": OmegaConf.create([0.9, 0.95])}).state_dict()
+    assert state == {"betas": [0.9, 0.95]} and type(state["betas"]) is list
