@@ -5,15 +5,31 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.runs import YAML, Project
+from harness.runs import YAML, Project, describe, describe_slurm
 from slurmbox import Cluster
 
 pytest_plugins = ["slurmbox.pytest_plugin"]
+
+CLUSTERS = pytest.StashKey[list[Cluster]]()
+"""The clusters of a test's projects."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show the journals and logs of a failed test's runs: elsewhere nobody can look for them afterwards."""
+    report = yield
+    folder = getattr(item, "funcargs", {}).get("tmp_path")
+    if report.when == "call" and report.failed and folder is not None:
+        for journal in sorted(folder.rglob("events.jsonl")):
+            report.sections.append((f"run {journal.parent.name}", describe(journal.parent)))
+        for cluster in item.stash.get(CLUSTERS, []):
+            report.sections.append((f"Slurm {cluster.settings.name}", "\n".join(describe_slurm(cluster.env))))
+    return report
 
 
 def pytest_configure() -> None:
@@ -64,9 +80,9 @@ def project(tmp_path: Path, no_process_left: None) -> Project:
 
 
 @pytest.fixture
-def on_slurm(tmp_path: Path, no_process_left: None) -> Iterator[Callable[..., Project]]:
+def on_slurm(request: pytest.FixtureRequest, tmp_path: Path, no_process_left: None) -> Iterator[Callable[..., Project]]:
     """A function that makes a project whose commands talk to a cluster: `on_slurm(cluster, yaml)`."""
-    clusters: list[Cluster] = []
+    clusters = request.node.stash.setdefault(CLUSTERS, [])
 
     def make(cluster: Cluster, yaml: str = YAML, folder: str = "project", *, plain: bool = True) -> Project:
         clusters.append(cluster)

@@ -38,11 +38,11 @@ params: {steps: 100}
 """
 
 
-def wait_until(look: Callable[[], T], what: str, describe: Callable[[], str] = str, seconds: float = PATIENCE) -> T:
-    """Return the first true value of `look()`; fail with `what`, and a description, after so many seconds."""
+def wait_until(look: Callable[[], T], what: str, seconds: float = PATIENCE) -> T:
+    """Return the first true value of `look()`; fail with `what` after so many seconds."""
     deadline = time.monotonic() + seconds
     while not (value := look()):
-        assert time.monotonic() < deadline, f"still waiting after {seconds:g} s: {what}\n{describe()}"
+        assert time.monotonic() < deadline, f"still waiting after {seconds:g} s: {what}"
         time.sleep(0.02)
     return value
 
@@ -135,7 +135,7 @@ class Launch:
         return progress.step
 
     def wait_until(self, look: Callable[[Launch], Any], what: str) -> Launch:
-        wait_until(lambda: look(self), what, self.describe)
+        wait_until(lambda: look(self), what)
         return self
 
     def wait_for_attempt(self, number: int) -> Launch:
@@ -158,26 +158,6 @@ class Launch:
 
     def wait_until_over(self) -> Launch:
         return self.wait_until(lambda me: me.status.is_over, "the end of the run")
-
-    def describe(self) -> str:
-        """Return what a person needs to understand a test that waits in vain."""
-        logs = sorted(self.run.path.glob("logs/*/*")) + [self.run.job_log]
-        texts = [
-            f"--- {log.relative_to(self.run.path)}\n{log.read_text(errors='replace')[-2000:]}"
-            for log in logs
-            if log.exists()
-        ]
-        journal = self.run.journal_file.read_text() if self.run.journal_file.exists() else ""
-        return "\n".join([journal, *texts, *self._slurm()])
-
-    def _slurm(self) -> Iterator[str]:
-        """Yield what Slurm says of its jobs and nodes, where the project is on one."""
-        environment = self.project.environment
-        if "SLURM_CONF" in environment:
-            for words in (["scontrol", "show", "job"], ["sinfo", "--Node", "--format=%N %T %E"]):
-                done = subprocess.run(words, env=environment, capture_output=True, text=True)
-                yield f"--- {' '.join(words)}\n{done.stdout}{done.stderr}"
-            yield (Path(environment["SLURM_CONF"]).parent / "log/slurmctld.log").read_text(errors="replace")[-5000:]
 
     # Its processes
 
@@ -226,6 +206,21 @@ class Launch:
     def kill_agent(self, rank: int = 0) -> Launch:
         os.kill(self.agent_pid(rank), signal.SIGKILL)
         return self
+
+
+def describe(path: Path) -> str:
+    """Return the journal and the ends of the logs of a run."""
+    logs = [*sorted(path.glob("logs/*/*")), RunDir(path).job_log]
+    texts = [f"--- {log.relative_to(path)}\n{log.read_text(errors='replace')[-2000:]}" for log in logs if log.exists()]
+    return "\n".join([RunDir(path).journal_file.read_text(encoding="utf-8"), *texts])
+
+
+def describe_slurm(environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield Slurm's words about its jobs and nodes, and the end of its controller's log."""
+    for words in (["scontrol", "show", "job"], ["sinfo", "--Node", "--format=%N %T %E"]):
+        done = subprocess.run(words, env=environment, capture_output=True, text=True)
+        yield f"--- {' '.join(words)}\n{done.stdout}{done.stderr}"
+    yield (Path(environment["SLURM_CONF"]).parent / "log/slurmctld.log").read_text(errors="replace")[-5000:]
 
 
 def parent_of(pid: int) -> int:

@@ -43,7 +43,7 @@ def training_project(
 def result(launch: Launch) -> dict[str, Any]:
     """Return the result of a run, once it has finished."""
     launch.wait_until_over()
-    assert launch.status.state == "finished", launch.describe()
+    assert launch.status.state == "finished"
     assert launch.status.result is not None
     return launch.status.result
 

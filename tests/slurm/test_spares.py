@@ -40,7 +40,7 @@ def test_the_run_goes_on_with_the_nodes_that_are_left(
         process.send(signal.SIGKILL)
     wait_until(lambda: not any(process.alive for process in sruns), "srun to end")
     launch.wait_for_step(launch.step + 60)
-    assert set(launch.status.attempts[-1].nodes) == set(first.nodes), launch.describe()
+    assert set(launch.status.attempts[-1].nodes) == set(first.nodes)
 
     # A node with ranks is lost, and no spare is left.
     (lost,) = set(first.nodes) - {batch_node}

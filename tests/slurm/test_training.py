@@ -30,7 +30,7 @@ def test_preempted_twice_out_of_time_and_scancelled_changes_no_bit(
     for attempt in (1, 2):
         launch.wait_for_attempt(attempt).wait_for_step(launch.step + 20)
         cluster.preempt(str(launch.status.job_id))
-        wait_until(lambda number=attempt: len(launch.ends) >= number, "the end of the attempt", launch.describe)  # type: ignore[misc]
+        wait_until(lambda number=attempt: len(launch.ends) >= number, "the end of the attempt")  # type: ignore[misc]
     launch.wait_for_attempt(4)  # after the time limit of attempt 3
     assert launch.causes == ["preempted", "preempted", "timeout"]
     launch.wait_for_step(launch.step + 20)

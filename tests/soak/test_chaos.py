@@ -66,7 +66,7 @@ def interrupt(kind: str, launch: Launch, cluster: Cluster | None, chance: random
                 os.kill(pid, signal.SIGKILL)
     elif kind in ("kill_supervisor", "kill_job_script"):
         # After another kill its successor may not have said yet who it is.
-        wait_until(lambda: is_alive(launch.supervisor_pid), "a supervisor", launch.describe, PATIENCE)
+        wait_until(lambda: is_alive(launch.supervisor_pid), "a supervisor", PATIENCE)
         launch.kill_supervisor() if kind == "kill_supervisor" else launch.kill_job_script()
     elif kind == "kill_agent":
         launch.kill_agent(rank)
@@ -89,7 +89,7 @@ def interrupt(kind: str, launch: Launch, cluster: Cluster | None, chance: random
 
 def trains(launch: Launch) -> bool:
     """Return whether an attempt is past its beginning."""
-    assert not launch.status.is_over, launch.describe()
+    assert not launch.status.is_over
     return launch.status.open_attempt is not None and launch.step >= 0
 
 
@@ -100,13 +100,13 @@ def straight_result(folder: Path, ranks: int = RANKS, **params: Any) -> dict[str
     """Return the result of the same run without interruptions."""
     straight = training_project(folder, ranks=ranks)
     uninterrupted = straight.submit("--local", "--detach", **{"steps": STEPS, "validate_every": 1000, **params})
-    wait_until(lambda: uninterrupted.status.is_over, "the straight run", uninterrupted.describe, PATIENCE)
+    wait_until(lambda: uninterrupted.status.is_over, "the straight run", PATIENCE)
     return result(uninterrupted)
 
 
 def finish(launch: Launch, expected: dict[str, Any], steps: int = STEPS) -> None:
     """Wait for the end of the run, and compare it with the straight one."""
-    wait_until(lambda: launch.status.is_over, "the end of the run", launch.describe, PATIENCE)
+    wait_until(lambda: launch.status.is_over, "the end of the run", PATIENCE)
     assert result(launch) == expected
     assert points(launch, "train/loss") == list(range(steps))
     assert all(ended.differs_at is None for ended in launch.ends)
@@ -144,7 +144,7 @@ def test_twenty_interruptions_here_change_no_bit(tmp_path: Path, no_process_left
         before = len(launch.status.attempts)
         interrupt(kind, launch, None, random.Random(number))
         if kind in ("kill_job_script", "stop"):
-            wait_until(lambda: view(launch.run).is_over, "the end of the job", launch.describe, PATIENCE)
+            wait_until(lambda: view(launch.run).is_over, "the end of the job", PATIENCE)
             assert project.submit(*words, **params, step_seconds=0.02).run.path == launch.run.path
         if kind != "kill_supervisor":
             wait_for_next(launch, before, f"{number} ({kind})")
@@ -170,7 +170,7 @@ def test_64_ranks_on_four_nodes_are_exact_through_each_kind_of_death(
         lambda: cluster.kill_node(launch.run.lease().node),  # type: ignore[union-attr] - with the batch script
     ]
     for number, strike in enumerate(strikes, 1):
-        wait_until(lambda at=8 * number: trains(launch) and launch.step >= at, "steps", launch.describe, PATIENCE)  # type: ignore[misc]
+        wait_until(lambda at=8 * number: trains(launch) and launch.step >= at, "steps", PATIENCE)  # type: ignore[misc]
         before = len(launch.status.attempts)
         strike()
         if strike != launch.kill_supervisor:
@@ -184,9 +184,9 @@ def interruptions(launch: Launch, seed: int, kinds: dict[str, int]) -> Iterator[
     plan = chance.choices(list(kinds), list(kinds.values()), k=INTERRUPTIONS)
     print(f"seed {seed}: {', '.join(plan)}")
     for number, kind in enumerate(plan, start=1):
-        wait_until(lambda: trains(launch), "a training attempt", launch.describe, PATIENCE)
+        wait_until(lambda: trains(launch), "a training attempt", PATIENCE)
         aim = launch.step + chance.randrange(5, 60)
-        wait_until(lambda aim=aim: trains(launch) and launch.step >= aim, "some steps", launch.describe, PATIENCE)  # type: ignore[misc]
+        wait_until(lambda aim=aim: trains(launch) and launch.step >= aim, "some steps", PATIENCE)  # type: ignore[misc]
         yield number, kind
 
 
@@ -194,6 +194,5 @@ def wait_for_next(launch: Launch, before: int, number: str) -> None:
     wait_until(
         lambda: len(launch.status.attempts) > before,
         f"the attempt after interruption {number}",
-        launch.describe,
         PATIENCE,
     )
