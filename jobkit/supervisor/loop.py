@@ -36,7 +36,7 @@ QUIET_SECONDS, UNCLEAR_SECONDS = 30.0, 2.0
 """How often Slurm is asked, and how often while a signal or a lost node waits for its explanation."""
 
 EXPLANATION_SECONDS = 60.0
-"""How long after such an event Slurm is asked more often."""
+"""How long after such an event Slurm is asked more often; no attempt begins after an unexplained signal meanwhile."""
 
 DISK_SECONDS = 1.0
 """How often requests are read: each look is a request to a file server that all supervisors share."""
@@ -292,9 +292,13 @@ class Supervisor:
         return decision
 
     def _may_be_ended(self) -> bool:
-        """Return whether Slurm has signalled the agents, and srun may kill them yet: nothing may be started on them."""
+        """Return whether Slurm has signalled the agents, and has not said why: the next attempt may be ended at once.
+
+        Srun may kill them yet, KillWait after the signal; a busy controller may not answer a question or two.
+        """
         is_explained = self.look.asked >= self._signalled_at
-        return not is_explained and time.monotonic() < self._signalled_at + self.look.kill_wait + 2.0
+        seconds = max(EXPLANATION_SECONDS, self.look.kill_wait + 2.0)
+        return not is_explained and time.monotonic() < self._signalled_at + seconds
 
     def _wait_for_word(self, since: float, seconds: float) -> None:
         while self.look.asked < since and time.monotonic() < since + seconds:

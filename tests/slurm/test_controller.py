@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,7 +29,7 @@ def cluster(make_slurm: Callable[..., Cluster], tmp_path: Path) -> Cluster:
     prolog = tmp_path / "prolog"
     prolog.write_text(f"#!/bin/sh\n[ ! -e {tmp_path}/broken ]\n")
     prolog.chmod(0o755)
-    return make_slurm(nodes=2, cred_expire=5, prolog=str(prolog), partitions=PARTITIONS)
+    return make_slurm(nodes=2, cred_expire=5, kill_wait=2, prolog=str(prolog), partitions=PARTITIONS)
 
 
 def queue(cluster: Cluster) -> list[str]:
@@ -87,12 +89,20 @@ def test_a_controller_that_is_away_is_waited_for(cluster: Cluster, on_slurm: Cal
     launch.wait_for_attempt(2).wait_for_step(40)
     shown = project.jobkit("status", launch.run.name)
     assert "running" in shown.stdout
-    project.jobkit("preempt", launch.run.name)
-    launch.wait_until(lambda me: len(me.ends) == 2, "the ranks to save")
+    # A SIGTERM may be Slurm's, for a preemption: no attempt begins before Slurm has given the reason.
+    os.kill(launch.agent_pid(), signal.SIGTERM)
+    launch.wait_until(lambda me: me.run.ends(2), "the ranks to save")
+    time.sleep(cluster.settings.kill_wait + 5)
+    assert len(launch.status.attempts) == 2
     cluster.start_controller()
-    launch.wait_for_attempt(3)
-    assert launch.causes == ["killed", "preempted"]
-    assert [ended.next for ended in launch.ends] == ["in_place", "requeue"]
+    launch.wait_for_attempt(3).wait_until(lambda me: me.step > 0, "a step")
+    cluster.stop_controller()
+    project.jobkit("preempt", launch.run.name)
+    launch.wait_until(lambda me: len(me.ends) == 3, "the ranks to save")
+    cluster.start_controller()
+    launch.wait_for_attempt(4)
+    assert launch.causes == ["killed", "unknown", "preempted"]
+    assert [ended.next for ended in launch.ends] == ["in_place", "in_place", "requeue"]
     project.jobkit("cancel", "-y", launch.run.name)
     launch.wait_until_over()
 
