@@ -78,7 +78,7 @@ def test_a_queued_run_appears_once_it_has_logged_and_sigterm_ends_all(project: P
     with board(project, "digits*", ends_by=signal.SIGTERM) as url:
         wait_until(lambda: shown(url) == [first.name], "the run that has logged")
         log_a_value(second)
-        wait_until(lambda: shown(url) == [first.name, second.name], "the run that was queued", lambda: str(shown(url)))
+        wait_until(lambda: shown(url) == [first.name, second.name], "the run that was queued")
 
 
 def test_all_runs_on_a_port_and_ctrl_c(project: Path) -> None:

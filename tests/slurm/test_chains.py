@@ -30,7 +30,7 @@ def test_a_run_waits_through_a_requeue_and_another_job_of_the_run_before(
     project.jobkit("preempt", first.run.name)
     first.wait_for_attempt(3)
     assert first.status.job_id != before, "Slurm refuses the requeue, so another job follows"
-    wait_until(lambda: f"afterany:{first.status.job_id}" in job_of_second(), "the other dependency", job_of_second)
+    wait_until(lambda: f"afterany:{first.status.job_id}" in job_of_second(), "the other dependency")
     assert second.status.attempts == []
 
     first.end_training().wait_until_over()
