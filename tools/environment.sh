@@ -11,8 +11,8 @@ ensure_environment() {
     wanted=$(cd "$root" && cat setup.cfg pyproject.toml "$constraints" | sha256sum)
     is_installed "$wanted" "$@" && return
 
-    if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
-        echo "jobkit needs Python 3.10 or newer; set PYTHON to one. Found: $("$python" --version 2>&1)" >&2
+    if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+        echo "jobkit needs Python 3.11 or newer; set PYTHON to one. Found: $("$python" --version 2>&1)" >&2
         exit 2
     fi
     # A second first call waits here for the first one to finish.

@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import cache
 from typing import Literal
 
@@ -235,7 +235,7 @@ def parse_time(text: str) -> float | None:
     """Seconds since the epoch of a time that `commands.run` got in UTC; None for Unknown, None and N/A."""
     if text[:1] not in ("1", "2"):  # most waiting jobs have none; an exception for each of 10,000 is slow
         return None
-    return datetime.fromisoformat(text).replace(tzinfo=timezone.utc).timestamp()
+    return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
 
 
 # Changing

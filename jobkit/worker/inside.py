@@ -17,7 +17,7 @@ from pathlib import Path
 from jobkit import start
 from jobkit.supervisor.container import EXIT_UNFIT
 
-OLDEST_PYTHON = (3, 10)
+OLDEST_PYTHON = (3, 11)
 
 
 def main(arguments: list[str]) -> int:
@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
 
 def _problem(program: str, folder: str) -> str | None:
     if sys.version_info < OLDEST_PYTHON:
-        return f"{sys.executable} is Python {sys.version.split()[0]}: jobkit needs 3.10 or newer"
+        return f"{sys.executable} is Python {sys.version.split()[0]}: jobkit needs 3.11 or newer"
     try:
         os.chdir(folder)
     except OSError:
