@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from jobkit.train.batch import as_it_is
 from jobkit.train.foreign_loader import Places, SeededDataset
 from jobkit.train.seeds import derive_seed
-from jobkit.train.workers import WorkerInit
+from jobkit.train.workers import WorkerInit, fork_workers
 
 AHEAD = 256
 """Batches whose order is read at a time: Trainer skips the done ones one by one."""
@@ -87,4 +87,5 @@ def seed_batches(loader: Any, seed: int, rank: int, limit: int | None) -> Traine
         "generator": torch.Generator().manual_seed(seed),  # else each pass draws from the training's
     }
     vars(base).update(changes)  # DataLoader's own are read-only
+    fork_workers(base)
     return places

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from jobkit.train.batch import as_it_is, to_device
 from jobkit.train.seeds import derive_seed, preserved_generators, seed_cpu_generators, seed_generators
-from jobkit.train.workers import WorkerInit
+from jobkit.train.workers import WorkerInit, fork_workers
 
 PerSample = Callable[[Any, Tensor], Any]
 """`function(batch, ids)` returns a value for each sample of a batch, [n], or a dict of such; `ids` are int64 [n]."""
@@ -114,7 +114,7 @@ def computed(
         **{**options, "prefetch_factor": 1 if options.get("num_workers") else None},
     )
     with preserved_generators(device), torch.no_grad():
-        for number, batch in loader:
+        for number, batch in fork_workers(loader):
             ids = torch.tensor(batches.ids(number), device=device)
             seed_generators(derive_seed(batches.seed, "evaluate", number), device)
             yield number, function(to_device(batch, device), ids)

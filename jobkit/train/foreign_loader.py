@@ -38,7 +38,7 @@ from jobkit.train.seeds import (
     preserved_generators,
     seed_cpu_generators,
 )
-from jobkit.train.workers import WorkerInit
+from jobkit.train.workers import WorkerInit, fork_workers
 
 PLAIN_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 """Samplers that do not look at what the loop does meanwhile, so that their items may be read ahead."""
@@ -150,6 +150,7 @@ class Pass:
         }
         is_stream = isinstance(loader.dataset, IterableDataset)
         vars(clone).update(changes if is_stream else changes | self._by_place(loader))  # DataLoader's own are read-only
+        fork_workers(clone)
         return self._read(clone) if is_stream else iter(clone)
 
     def _by_place(self, loader: DataLoader[Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from jobkit.train.seeds import (
     seed_cpu_generators,
 )
 from jobkit.train.streams import Stream, is_stream
-from jobkit.train.workers import WorkerInit
+from jobkit.train.workers import WorkerInit, fork_workers
 
 AHEAD = 256
 """Samples whose order is computed at once."""
@@ -198,7 +198,7 @@ class Loader:
             },
         )
         try:
-            return iter(loader)
+            return iter(fork_workers(loader))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise UsageError(f"ctx.loader cannot start workers: {error}") from error
 

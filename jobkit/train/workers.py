@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import atexit
 import mmap
+import multiprocessing
 import os
 import signal
 from collections.abc import Callable
 from typing import Any
+
+from torch.utils.data import DataLoader
 
 _ENDS: dict[int, mmap.mmap] = {}
 """By process: a byte in shared memory, 1 from the exit of the process on."""
@@ -43,3 +46,14 @@ class WorkerInit:
                 signal.signal(stop, lambda *_: os._exit(0) if ends[0] else None)
         if self._init is not None:
             self._init(number)
+
+
+def fork_workers(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Let a loader fork its workers where the script has chosen no start method, and return it.
+
+    Python 3.14 chooses a server of its own: each worker imports torch anew, and SIGTERM to the group ends the server.
+    """
+    is_chosen = loader.multiprocessing_context is not None or multiprocessing.get_start_method(allow_none=True)
+    if loader.num_workers > 0 and not is_chosen:
+        loader.multiprocessing_context = "fork"
+    return loader

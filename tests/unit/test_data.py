@@ -25,6 +25,7 @@ from jobkit.train.foreign_loader import Pass, length_of
 from jobkit.train.loader import Loader
 from jobkit.train.order import SampleOrder, feistel, permuted
 from jobkit.train.seeds import generator_state, load_generator_state, preserved_generators, seed_generators
+from jobkit.train.workers import fork_workers
 
 
 class Noisy(Dataset[Tensor]):
@@ -157,6 +158,14 @@ def test_a_pass_knows_the_ids_of_its_samples() -> None:
     part = Pass(shuffled(), 1)
     for number, batch in enumerate(part):
         assert part.ids(number) == batch[:, 0].int().tolist()
+
+
+def test_workers_are_forked_unless_the_script_has_chosen() -> None:
+    methods = []
+    for options in ({"num_workers": 0}, {"num_workers": 1}, {"num_workers": 1, "multiprocessing_context": "spawn"}):
+        context = fork_workers(DataLoader(range(4), **options)).multiprocessing_context
+        methods.append(context and context.get_start_method())
+    assert methods == [None, "fork", "spawn"]
 
 
 # Generators
