@@ -87,7 +87,9 @@ class _Printer:
         if not ranks and (submitted := read_status(self.run).submitted) is not None and submitted.launcher is not None:
             hint = f"{submitted.launcher} started it"
             raise InputError("its output is where that command was typed, and not kept", key=self.run.name, hint=hint)
-        if not ranks:  # its setup lines, its supervisor or srun said why
-            for file in (self.run.job_log, *(self.run.srun_log(number) for number in numbers[-1:])):
+        if not ranks:  # its setup lines, its supervisor, srun, or an agent in its container said why
+            last = numbers[-1] if numbers else 1
+            agents = sorted(self.run.logs(last).glob("agent_*.log"))
+            for file in (self.run.job_log, self.run.srun_log(last), *agents):
                 for line in self._tail.read(file, to_the_end=True):
                     print(f"{self._before}{line}")

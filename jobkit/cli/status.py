@@ -153,8 +153,8 @@ def describe(view: View, progress: Progress | None, now: float) -> list[str]:
         is_ours = status.submitted is None or status.submitted.launcher is None
         how = ", with the code as it was submitted" if is_ours else ""
         lines.append(f"to continue it{how}: {to_continue(run.path, status.submitted)}")
-    elif not view.is_over:
-        lines.append(f"its output: {to_type('logs', run.path, '-f')}")
+    if state == "failed" or not view.is_over:
+        lines.append(f"its output: {to_type('logs', run.path, *[] if view.is_over else ['-f'])}")
     return lines
 
 

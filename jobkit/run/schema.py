@@ -218,6 +218,11 @@ class ContainerConfig:
     """The Python in the container, as `/opt/conda/bin/python`, with torch and jobkit's other requirements; jobkit
     itself comes along. Empty is the path of the submission's Python."""
 
+    @property
+    def is_none(self) -> bool:
+        """Whether it is `{}`, which takes away the container of the YAML."""
+        return not (self.prefix or self.python)
+
 
 @dataclass(frozen=True, kw_only=True)
 class WandbMirror:

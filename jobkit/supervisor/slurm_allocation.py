@@ -27,8 +27,9 @@ from jobkit.supervisor.placement import Placement
 from jobkit.supervisor.retry import Decision, Room
 from jobkit.supervisor.tenure import Me, NotRunnable, Tenure, way_back
 
-AGENT_SECONDS = 120.0
-"""How long srun may take to start agents; with a busy controller it waits for its step."""
+AGENT_SECONDS, IMAGE_SECONDS = 120.0, 1800.0
+"""How long srun may take to start agents, and to start agents in a container. With a busy controller srun waits for its
+step. The first start on a node may fetch and unpack an image of tens of gigabytes."""
 
 QUICK_SECONDS = 10.0
 """How long a question may take whose answer is useful and not needed."""
@@ -71,6 +72,7 @@ class SlurmAllocation(Allocation):
         super().__init__(run, container=config.container)
         self.me, self.resources = me, config.resources
         self.srun_arguments = srun_arguments
+        self._patience = AGENT_SECONDS if config.container is None or config.container.is_none else IMAGE_SECONDS
         self._names = nodes.expand(os.environ["SLURM_JOB_NODELIST"])
         self._steps: list[Step] = []
         self._tries: dict[str, int] = {}
@@ -153,7 +155,7 @@ class SlurmAllocation(Allocation):
         now = time.monotonic()
         for step in list(self._steps):
             late = [node for node in step.nodes if node in missing and node not in self._failed]
-            if late and step.srun.poll() is None and now - step.began > AGENT_SECONDS:
+            if late and step.srun.poll() is None and now - step.began > self._patience:
                 step.srun.kill()
                 step.srun.wait()
             if not late or step.srun.poll() is None:

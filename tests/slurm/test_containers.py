@@ -90,6 +90,17 @@ def test_srun_itself_may_enter_the_container(slurm: Cluster, on_slurm: Callable[
     assert launch.causes == ["finished"]
 
 
+def test_logs_shows_all_words_of_a_container_that_does_not_start(
+    slurm: Cluster, on_slurm: Callable[..., Project]
+) -> None:
+    project = on_slurm(slurm)
+    prefix = ["sh", "-c", "echo FATAL: no such image; echo while creating the container; exit 78"]
+    project.yaml.write_text(f"{YAML}container: {json.dumps({'prefix': prefix})}\n")
+    launch = project.submit("--cluster", "slurm", "name=no-image").wait_until_over()
+    assert (launch.status.state, launch.causes) == ("failed", ["crashed"])
+    assert "no such image" in project.jobkit("logs", launch.run.name).stdout
+
+
 @pytest.mark.parametrize("option", ["--mpi=nosuch", "--gres=nosuch:1"])
 def test_a_value_that_srun_refuses_is_tried_once(slurm: Cluster, on_slurm: Callable[..., Project], option: str) -> None:
     words = ("--cluster", "slurm", f"clusters.slurm.srun_args=['{option}']", f"name={option[2:5]}")
