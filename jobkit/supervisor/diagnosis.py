@@ -9,6 +9,7 @@ libraries are not read: an error after another rank's death or End (its record o
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 SAID_CHARACTERS = 2000
 """How much of the end of a rank's stderr stands in the journal, at most."""
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 _STOPPED = "the ranks were told to stop, and nobody knows by whom"
 
@@ -233,8 +235,12 @@ def last_words(log: Path) -> str:
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 2 * SAID_CHARACTERS))
-            lines = file.read().decode(errors="replace").splitlines()
+            return last_line(file.read().decode(errors="replace"))[-SAID_CHARACTERS:]
     except OSError:  # a rank that died before its log was made
         return ""
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    return last.removeprefix("jobkit: ")[-SAID_CHARACTERS:]
+
+
+def last_line(text: str) -> str:
+    """Return the last line that is not blank, without colours: apptainer's last line of an error ends its colour."""
+    lines = (line.strip() for line in reversed(COLOUR.sub("", text).splitlines()))
+    return next(filter(None, lines), "").removeprefix("jobkit: ")

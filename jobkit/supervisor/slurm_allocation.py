@@ -92,8 +92,7 @@ class SlurmAllocation(Allocation):
         todo = [node for node in nodes if node not in launched and node not in self._failed]
         for node in [node for node in todo if self._tries.get(node, 0) >= MOST_TRIES]:
             todo.remove(node)
-            said = self._words_of_agent(attempt, node)
-            self._failed[node] = -1, f"{MOST_TRIES} agents ended before they were ready: {said}"
+            self._fail(node, -1, self._words_of_agent(attempt, node))
         if todo:
             self._start(todo, attempt, is_single=len(todo) == 1 and bool(self._steps))
 
@@ -166,9 +165,9 @@ class SlurmAllocation(Allocation):
             is_clear = len(step.nodes) == 1 and step.srun.returncode == container.EXIT_UNFIT
             self._forget(late)
             for node in late:
-                if step.is_single or is_clear:
+                if step.is_single or is_clear or self._tries.get(node, 0) >= MOST_TRIES:
                     said = self._words_of_agent(step.attempt, node)
-                    self._failed[node] = step.srun.returncode, " / ".join(filter(None, [step.words(), said]))
+                    self._fail(node, step.srun.returncode, " / ".join(filter(None, [step.words(), said])))
                 else:
                     self._start([node], step.attempt, is_single=True)
         for node in set(missing) & look.down - set(self._failed):
@@ -179,11 +178,22 @@ class SlurmAllocation(Allocation):
         self._forget(failed)
         has_others = any(step.nodes for step in self._steps)
         are_alike = len({code for code, _ in failed.values()}) == 1
-        words = "; ".join(dict.fromkeys(f"{node}: {said}" for node, (_, said) in sorted(failed.items())))
+        of_words: dict[str, list[str]] = {}
+        for node, (_, said) in sorted(failed.items()):
+            of_words.setdefault(said, []).append(node)
+        words = "; ".join(f"{', '.join(names)}: {said}" for said, names in of_words.items())
         if are_alike and not has_others:
             is_unfit = {code for code, _ in failed.values()} == {container.EXIT_UNFIT}
             return LaunchFailure(words=words, final=is_unfit or self._are_arguments_refused())
         return LaunchFailure(words=words, nodes=frozenset(failed))
+
+    def _fail(self, node: str, code: int, words: str) -> None:
+        """Note that no agent came on a node. A container in which no try of several succeeds is not fit."""
+        if self._tries.get(node, 0) >= MOST_TRIES:
+            del self._tries[node]  # the next attempt tries again
+            words = f"{MOST_TRIES} agents ended before they were ready: {words}"
+            code = container.EXIT_UNFIT if self.container is not None else code
+        self._failed[node] = code, words
 
     def _are_arguments_refused(self) -> bool:
         """Return whether srun starts a process here without the user's own arguments alone."""

@@ -90,14 +90,14 @@ def test_srun_itself_may_enter_the_container(slurm: Cluster, on_slurm: Callable[
     assert launch.causes == ["finished"]
 
 
-def test_logs_shows_all_words_of_a_container_that_does_not_start(
+def test_a_container_that_starts_on_no_node_is_tried_in_two_attempts_and_logs_shows_all_its_words(
     slurm: Cluster, on_slurm: Callable[..., Project]
 ) -> None:
     project = on_slurm(slurm)
-    prefix = ["sh", "-c", "echo FATAL: no such image; echo while creating the container; exit 78"]
+    prefix = ["sh", "-c", "echo FATAL: no such image; echo while creating the container; exit 255"]
     project.yaml.write_text(f"{YAML}container: {json.dumps({'prefix': prefix})}\n")
-    launch = project.submit("--cluster", "slurm", "name=no-image").wait_until_over()
-    assert (launch.status.state, launch.causes) == ("failed", ["crashed"])
+    launch = project.submit("--cluster", "slurm", "name=no-image", "resources.nodes=2").wait_until_over()
+    assert (launch.status.state, launch.causes) == ("failed", ["node_failure", "crashed"])
     assert "no such image" in project.jobkit("logs", launch.run.name).stdout
 
 

@@ -239,6 +239,8 @@ def test_the_last_words_are_few(tmp_path: Path) -> None:
     assert last_words(log) == ""
     log.write_text("warning\n" * 5000 + "Traceback\n\n  of\xff\nthe\n end \n")
     assert last_words(log) == "end"
+    log.write_text("\x1b[91mFATAL:   could not open image\n\x1b[0m")
+    assert last_words(log) == "FATAL:   could not open image", "apptainer's words have colours in a file, too"
     log.write_text("x" * 100_000)
     assert len(last_words(log)) <= 2000, "it stands in the journal"
 
