@@ -89,6 +89,8 @@ class Allocation:
         self.attempt_seconds = math.inf if attempt_seconds is None else attempt_seconds
         """The time limit of each attempt, where no scheduler keeps one for the job."""
         self._agent: subprocess.Popen[bytes] | None = None
+        self._log = run.job_log
+        """The agent's words."""
         self._agents_started = 0
 
     def nodes(self) -> list[str]:
@@ -99,12 +101,17 @@ class Allocation:
         """Start agents on those nodes for which no start is under way. srun's words are logged with the attempt."""
         if self._agent is None and self._agents_started < MOST_TRIES:
             self._agents_started += 1
-            self._agent = subprocess.Popen(
-                container.command(self.container, self.run.path.parent, "agent", str(self.run.path)),
-                stdin=subprocess.DEVNULL,
-                env={name: value for name, value in os.environ.items() if name != "JOBKIT_TOKEN"},
-                start_new_session=True,  # a signal to the process group of job.sh is for the supervisor alone
-            )
+            self._log = self.run.agent_log(attempt, LOCAL)
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            with self._log.open("ab") as log:
+                self._agent = subprocess.Popen(
+                    container.command(self.container, self.run.path.parent, "agent", str(self.run.path)),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env={name: value for name, value in os.environ.items() if name != "JOBKIT_TOKEN"},
+                    start_new_session=True,  # a signal to the process group of job.sh is for the supervisor alone
+                )
 
     def launch_failure(self, missing: Collection[str], look: Look) -> LaunchFailure | None:
         """Return why agents that did not say Hello yet will not come; None while they may."""
@@ -112,12 +119,12 @@ class Allocation:
         if code is not None:
             self._agent = None
         if code == container.EXIT_UNFIT:
-            return LaunchFailure(words=last_words(self.run.job_log) or "the container is not fit", final=True)
+            return LaunchFailure(words=last_words(self._log) or "the container is not fit", final=True)
         if self._agent is not None or self._agents_started < MOST_TRIES:
             return None  # it may wait for devices for days
         self._agents_started = 0
-        words = f"{MOST_TRIES} agents ended before they were ready: {last_words(self.run.job_log)}"
-        return LaunchFailure(words=f"{words}; see {self.run.job_log}", final=self.container is not None)
+        words = f"{MOST_TRIES} agents ended before they were ready: {last_words(self._log)}"
+        return LaunchFailure(words=words, final=True)
 
     def launched(self) -> None:
         """All agents that were wanted are ready: the next start of agents is the first try again."""
