@@ -92,7 +92,7 @@ def test_a_preempted_job_is_told_from_a_cancelled_one(
         wait_for_step(job)
     slurm.preempt(preempted)
     wait_until(lambda: cause(preempted), "the preemption", 60)
-    assert (shown(preempted).state, cause(preempted)) == ("RUNNING", "preempted")
+    assert (shown(preempted).runs, cause(preempted)) == (True, "preempted")
     jobs.cancel(cancelled)
     assert cause(cancelled) == "cancelled"
     assert not jobs.requeue(cancelled)
