@@ -22,7 +22,7 @@ from jobkit.run.locks import make_folder
 from jobkit.run.schema import ContainerConfig
 
 EXIT_UNFIT = 78  # EX_CONFIG of sysexits.h
-"""Exit code of an agent that cannot start in its container: another try would end the same way."""
+"""Exit code of an agent that cannot start, as in a container without torch: another try would end the same way."""
 
 # The arguments: the Python, start.py, and the arguments of start.py. PYTHONHOME of the host would break another Python.
 _GUARD = f"""\

@@ -92,7 +92,7 @@ class SlurmAllocation(Allocation):
         todo = [node for node in nodes if node not in launched and node not in self._failed]
         for node in [node for node in todo if self._tries.get(node, 0) >= MOST_TRIES]:
             todo.remove(node)
-            self._fail(node, -1, self._words_of_agent(attempt, node))
+            self._fail(node, container.EXIT_UNFIT, self._words_of_agent(attempt, node))
         if todo:
             self._start(todo, attempt, is_single=len(todo) == 1 and bool(self._steps))
 

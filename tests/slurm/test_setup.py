@@ -61,3 +61,14 @@ def test_setup_on_slurm(slurm: Cluster, on_slurm: Callable[..., Project]) -> Non
     )
     project.jobkit("cancel", "-y", launch.run.name)
     assert launch.wait_until_over().status.state == "cancelled"
+
+
+def test_a_torch_that_loads_in_no_job_ends_the_run_at_once(slurm: Cluster, on_slurm: Callable[..., Project]) -> None:
+    project = on_slurm(slurm, plain=False)
+    (project.folder / "broken").mkdir()
+    project.write("broken/torch.py", 'raise ImportError("libcudnn.so.9: no such file")\n')
+    with_setup(project, f"export PYTHONPATH={project.folder}/broken")
+    for name, where in {"here": ["--local", "--detach"], "there": ["--cluster", "slurm", "resources.nodes=2"]}.items():
+        launch = project.submit(*where, f"name=no-torch-{name}").wait_until_over()
+        assert (launch.status.state, launch.causes) == ("failed", ["crashed"])
+        assert "libcudnn.so.9" in str(launch.ends[0].error)
