@@ -85,7 +85,8 @@ class Allocation:
     def __init__(
         self, run: RunDir, attempt_seconds: float | None = None, container: ContainerConfig | None = None
     ) -> None:
-        self.run, self.container = run, container
+        self.run = run
+        self.container = None if container is None or container.is_none else container
         self.attempt_seconds = math.inf if attempt_seconds is None else attempt_seconds
         """The time limit of each attempt, where no scheduler keeps one for the job."""
         self._agent: subprocess.Popen[bytes] | None = None

@@ -72,7 +72,7 @@ class SlurmAllocation(Allocation):
         super().__init__(run, container=config.container)
         self.me, self.resources = me, config.resources
         self.srun_arguments = srun_arguments
-        self._patience = AGENT_SECONDS if config.container is None or config.container.is_none else IMAGE_SECONDS
+        self._patience = AGENT_SECONDS if self.container is None else IMAGE_SECONDS
         self._names = nodes.expand(os.environ["SLURM_JOB_NODELIST"])
         self._steps: list[Step] = []
         self._tries: dict[str, int] = {}
