@@ -78,7 +78,7 @@ class Starter:
             if (failure := self.allocation.launch_failure(missing, look)) is not None:
                 log.warning("%s", failure.words)
                 blamed = failure.nodes
-                if failure.final and self._has_trained:  # in this container: it is the node, or a moment
+                if failure.final and self._has_trained:  # with these programs: it is the node, or a moment
                     failure = replace(failure, final=False)
                     blamed = frozenset(missing).difference([LOCAL])
                 if not blamed:
@@ -93,9 +93,12 @@ class Starter:
 
     @property
     def _has_trained(self) -> bool:
-        """Whether an attempt of this submission has come to its loop."""
-        attempts = self.tenure.journal.status.attempts_of_submission()
-        return any(attempt.ended is not None and attempt.ended.first_step is not None for attempt in attempts)
+        """Whether an attempt of this submission has come to its loop, or ran until the scheduler ended it.
+
+        A `command:` without jobkit.init has no loop.
+        """
+        ends = [attempt.ended for attempt in self.tenure.journal.status.attempts_of_submission()]
+        return any(end and (end.first_step is not None or end.cause in ("preempted", "timeout")) for end in ends)
 
     @property
     def _next_number(self) -> int:
