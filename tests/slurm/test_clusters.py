@@ -85,8 +85,8 @@ def project_of(user: str, cluster: Cluster, shared: Path) -> Project:
     project.python = f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}"
     for path in (project.folder, *project.folder.iterdir()):
         shutil.chown(path, user)
-    probe = subprocess.run([project.python, "-c", "import jobkit, submitit, yaml"], **project._options())
-    if probe.returncode:
+    probe = [project.python, "-c", "import jobkit, submitit, yaml"]
+    if shutil.which(project.python) is None or subprocess.run(probe, **project._options()).returncode:
         pytest.skip("other users cannot read this Python or this checkout")
     return project
 
