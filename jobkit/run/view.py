@@ -87,6 +87,8 @@ class View:
             return self.status.reason
         if self.state == LOST:
             end = f"ended ({self.job.state})" if self.job is not None else "is gone"
+            if self.run.failed_starts.exists():
+                return f"{job} {end} before it could begin an attempt"
             return f"{job} {end}, and nothing recorded why; the same command continues the run"
         if self.job is not None and self.is_pending:
             from jobkit.slurm.pending import explain_reason

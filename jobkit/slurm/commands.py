@@ -43,7 +43,7 @@ _HINTS = {
     "sleeping and retrying": "the cluster has as many jobs as it takes: MaxJobCount in `scontrol show config`",
     "configuration source": "is a Slurm configured here? Without a cluster, use --local",
     "configuration file": "is a Slurm configured here? Without a cluster, use --local",
-    "node configuration is not": "no node has that much; `sinfo --Format=nodehost,cpus,memory,gres` shows the nodes",
+    "node configuration is not": "too few nodes have that much and are not excluded: `sinfo -N -o '%N %c %m %G'`",
     **dict.fromkeys(_AWAY, "the controller is down: `scontrol ping`; the same command works later"),
 }
 """Words of Slurm's complaint -> the user's next step."""

@@ -10,7 +10,7 @@ REASONS = {
     "Resources": "the nodes that it needs are in use",
     "DependencyNeverSatisfied": "a job that it waits for ended otherwise than was asked for: it will never start",
     "Dependency": "the jobs that it waits for have not ended",
-    "BeginTime": "it may start later only: a requeued job waits about two minutes",
+    "BeginTime": "it may start later only, as `begin` says, or about two minutes after a requeue",
     "ReqNodeNotAvail": "a node that it needs is down, drained or reserved, as for maintenance before its time is over",
     "PartitionConfig": "the partition does not take it: more nodes than it has or allows, or none that it may use",
     "PartitionNodeLimit": "it asks for more nodes than the partition has or allows, or for fewer",

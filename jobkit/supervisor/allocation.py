@@ -90,6 +90,8 @@ class Allocation:
         self.attempt_seconds = math.inf if attempt_seconds is None else attempt_seconds
         """The time limit of each attempt, where no scheduler keeps one for the job."""
         self._agent: subprocess.Popen[bytes] | None = None
+        self._code = 0
+        """The exit code of the last agent, or the negative of the signal that killed it."""
         self._log = run.job_log
         """The agent's words."""
         self._agents_started = 0
@@ -118,13 +120,14 @@ class Allocation:
         """Return why agents that did not say Hello yet will not come; None while they may."""
         code = self._agent.poll() if self._agent is not None else None
         if code is not None:
-            self._agent = None
+            self._agent, self._code = None, code
         if code == container.EXIT_UNFIT:
             return LaunchFailure(words=last_words(self._log) or "the container is not fit", final=True)
         if self._agent is not None or self._agents_started < MOST_TRIES:
             return None  # it may wait for devices for days
         self._agents_started = 0
-        words = f"{MOST_TRIES} agents ended before they were ready: {last_words(self._log)}"
+        how = f"exit code {self._code}" if self._code >= 0 else f"signal {-self._code}"
+        words = f"{MOST_TRIES} agents ended before they were ready: {last_words(self._log) or how}"
         return LaunchFailure(words=words, final=True)
 
     def launched(self) -> None:
@@ -136,7 +139,7 @@ class Allocation:
         if self._agent is not None:
             # The agent may be stopped. A container's runtime is its parent, in the same process group.
             os.killpg(self._agent.pid, signal.SIGKILL)
-            self._agent.wait()
+            self._code = self._agent.wait()
             self._agent = None
 
     def look(self) -> Look | None:

@@ -141,7 +141,8 @@ def diagnose(facts: Facts, traces: Traces, began: Began, *, command: bool = Fals
 def is_failure(exited: Exited, ends: Iterable[End]) -> bool:
     """Return whether a rank's exit is a failure: by its End, if it left one, else by its exit code."""
     kind = next((end.kind for end in ends if end.rank == exited.rank), None)
-    return kind == "failed" or (kind is None and exited.code not in (0, EXIT_RESUMABLE))
+    is_good = exited.code == EXIT_RESUMABLE or (exited.code == 0 and not exited.in_step)
+    return kind == "failed" or (kind is None and not is_good)
 
 
 def _is_finished(facts: Facts, ends: Sequence[End], ranks: int, command: bool) -> bool:
@@ -151,7 +152,7 @@ def _is_finished(facts: Facts, ends: Sequence[End], ranks: int, command: bool) -
     """
     done = {end.rank for end in ends if end.kind == "finished"}
     if not command or not (facts.asked or facts.word or facts.signalled):
-        done |= {exited.rank for exited, _ in facts.exits if exited.code == 0}
+        done |= {exited.rank for exited, _ in facts.exits if exited.code == 0 and not exited.in_step}
         done -= {end.rank for end in ends if end.kind == "failed"}  # a script that ended before ctx.finish
     return ranks > 0 and done.issuperset(range(ranks))
 
@@ -173,7 +174,8 @@ def _death(
     if exited.code < 0:
         return _killed(exited, node, traces)
     words = traces.said(exited.rank)
-    error = f"rank {exited.rank} ended with exit code {exited.code}{f': {words}' if words else ''}"
+    where = " in the middle of a step" if exited.code == 0 else ""
+    error = f"rank {exited.rank} ended with exit code {exited.code}{where}{f': {words}' if words else ''}"
     return Verdict(cause="disk" if traces.disk_is_full() else "crashed", error=error, rank=exited.rank, node=node)
 
 
@@ -207,9 +209,11 @@ def _failed(end: End, failed: Mapping[int, End], began: Began, traces: Traces) -
     cause: Cause = "disk" if end.disk else "out_of_memory" if end.out_of_memory else "crashed"
     peak = end.peak_bytes or traces.peak_bytes
     memory = f" (peak of the {end.out_of_memory}'s memory: {_gib(peak)})" if end.out_of_memory and peak else ""
+    returned = [other.rank for other in traces.ends if other.kind == "finished" and other.time < end.time]
+    alone = f"; rank {min(returned)} had returned before" if returned else ""  # as with fewer batches than the others
     return Verdict(
         cause=cause,
-        error=f"rank {end.rank}: {end.error}{memory}",
+        error=f"rank {end.rank}: {end.error}{memory}{alone}",
         rank=end.rank,
         node=end.node,
         step=end.step,

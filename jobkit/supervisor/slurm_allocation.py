@@ -92,7 +92,8 @@ class SlurmAllocation(Allocation):
         todo = [node for node in nodes if node not in launched and node not in self._failed]
         for node in [node for node in todo if self._tries.get(node, 0) >= MOST_TRIES]:
             todo.remove(node)
-            self._fail(node, container.EXIT_UNFIT, self._words_of_agent(attempt, node))
+            said = self._words_of_agent(attempt, node) or last_words(self.run.srun_log(attempt))
+            self._fail(node, container.EXIT_UNFIT, said)
         if todo:
             self._start(todo, attempt, is_single=len(todo) == 1 and bool(self._steps))
 

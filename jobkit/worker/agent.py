@@ -258,4 +258,4 @@ def main(arguments: list[str]) -> int:
     program = Agent(run, hello).serve()
     if program is not None:
         program()
-    return 0
+    os._exit(0)  # Python would wait for a thread that a module of `preload` has started

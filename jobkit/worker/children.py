@@ -134,6 +134,7 @@ class Children:
             code=child.code,
             out_of_memory=child.code != 0 and kernel_oom_kills() > child.oom_kills,
             step=beat.step if beat.attempt == self.attempt else -1,
+            in_step=beat.attempt == self.attempt and beat.phase is Phase.STEPPING,
         )
 
     def is_gone(self) -> bool:

@@ -66,7 +66,12 @@ def recorded(rank: Rank, program: Callable[[], Any]) -> tuple[int, End | None]:
 
 
 def record(rank: Rank, end: End) -> None:
-    """Write a rank's End; a full disk is no reason to end in another way."""
+    """Write a rank's End; a full disk is no reason to end in another way.
+
+    The rank's page says it too: a disk may show the file late to other nodes.
+    """
+    if rank.page.read().phase is Phase.STEPPING:
+        rank.beat(rank.page.read().step, Phase.ENDING)
     try:
         rank.run.ends_folder(rank.attempt).mkdir(parents=True, exist_ok=True)
         records.write(rank.run.end_file(rank.attempt, rank.rank), end)

@@ -67,4 +67,6 @@ def fail(kind: str) -> NoReturn:
         time.sleep(10_000)
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "exit":
+        os._exit(0)
     sys.exit(int(kind))

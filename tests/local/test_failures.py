@@ -20,7 +20,8 @@ def test_each_failure_has_its_cause_and_a_step_that_always_fails_ends_the_run(pr
         {"kind": "hang", "rank": 0, "step": 6, "attempt": 1},
         {"kind": "memory", "rank": 1, "step": 16, "attempt": 2},
         {"kind": "4", "rank": 1, "step": 26, "attempt": 3},
-        *({"kind": "raise", "rank": 0, "step": 56, "attempt": attempt} for attempt in (4, 5)),
+        {"kind": "exit", "rank": 1, "step": 36, "attempt": 4},
+        *({"kind": "raise", "rank": 0, "step": 56, "attempt": attempt} for attempt in (5, 6)),
     ]
     params = with_params({"steps": 1000, "every": 5, "faults": faults})
     words = ("submit", str(project.yaml), "--local", "resources.tasks_per_node=2", "watchdog=2s", "retry.crash=2")
@@ -29,9 +30,9 @@ def test_each_failure_has_its_cause_and_a_step_that_always_fails_ends_the_run(pr
     launch = project.launch(folder)
 
     assert (done.returncode, launch.status.state) == (1, "failed")
-    assert launch.causes == ["hang", "out_of_memory", "crashed", "crashed", "crashed"]
-    assert [ended.next for ended in launch.ends] == ["in_place"] * 4 + ["fail"]
-    assert [ended.rank for ended in launch.ends] == [0, 1, 1, 0, 0]
+    assert launch.causes == ["hang", "out_of_memory", "crashed", "crashed", "crashed", "crashed"]
+    assert [ended.next for ended in launch.ends] == ["in_place"] * 5 + ["fail"]
+    assert [ended.rank for ended in launch.ends] == [0, 1, 1, 1, 0, 0]
     stacks = [launch.run.rank_log(1, rank, "err").read_text() for rank in range(2)]
     assert all("scripted_rank.py" in text and "train" in text for text in stacks)
 

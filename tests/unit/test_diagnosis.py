@@ -54,6 +54,7 @@ DIAGNOSES: list[tuple[str, Facts, Sequence[End], tuple[Cause, int | None, str | 
     # Finished
     ("all say so", Facts(), ALL_FINISHED, ("finished", None, None)),
     ("all exit with 0", Facts(exits=exits((0, 0), (1, 0), (2, 0), (3, 0))), [], ("finished", None, None)),
+    ("something called exit(0) in a step", Facts(exits=exits((1, 0), in_step=True)), [], ("crashed", 1, "n1")),
     ("some say so, some exit", Facts(exits=exits((0, 0), (1, 0))), ALL_FINISHED[2:], ("finished", None, None)),
     ("a crash after the end", Facts(exits=exits((1, -11))), ALL_FINISHED, ("finished", None, None)),
     ("finished in spite of a scancel", Facts(word="cancelled"), ALL_FINISHED, ("finished", None, None)),
@@ -160,6 +161,7 @@ def test_the_first_cause_by_arrival_counts(
 
 COMMANDS: list[tuple[str, Facts, Sequence[End], Cause]] = [
     ("all exit with 0", Facts(exits=exits((0, 0), (1, 0), (2, 0), (3, 0))), [], "finished"),
+    ("all in a step", Facts(exits=exits((0, 0), (1, 0), (2, 0), (3, 0), in_step=True)), [], "crashed"),
     ("after a stop", Facts(exits=exits((0, 0), (1, 0), (2, 0), (3, 0)), asked=("timeout", "")), [], "timeout"),
     ("after Slurm's", Facts(exits=exits((0, 0), (1, 0), (2, 0), (3, 0)), word="preempted"), [], "preempted"),
     ("after a signal", Facts(exits=exits((0, 0), (1, 0), (2, 0), (3, 0)), signalled=True), [], "unknown"),
