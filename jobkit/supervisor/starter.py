@@ -78,9 +78,9 @@ class Starter:
             if (failure := self.allocation.launch_failure(missing, look)) is not None:
                 log.warning("%s", failure.words)
                 blamed = failure.nodes
-                if failure.final and self._has_trained:  # with these programs: it is the node, or a moment
+                if failure.final and self._has_trained:  # with these programs: it is the one node, or a moment
                     failure = replace(failure, final=False)
-                    blamed = frozenset(missing).difference([LOCAL])
+                    blamed = frozenset(missing if len(missing) == 1 else ()).difference([LOCAL])
                 if not blamed:
                     raise CannotStart(failure)
                 self.lost |= blamed

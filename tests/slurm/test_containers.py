@@ -69,9 +69,19 @@ def test_a_node_on_which_the_container_fails_is_replaced_by_a_spare(
     sick = next(node for node in nodes if node != batch_node)
     (project.folder / f"sick.{sick}").touch()
     os.kill(parent_of(outside(launch, launch.rank_pid(nodes.index(sick)), sick)), signal.SIGKILL)
-    launch.wait_for_attempt(2).wait_for_step(30).end_training().wait_until_over()
-    assert (launch.status.state, launch.causes) == ("finished", ["killed", "finished"])
-    assert sick not in launch.status.attempts[1].nodes
+    launch.wait_for_attempt(2).wait_for_step(30)
+    nodes = launch.status.attempts[1].nodes
+    assert sick not in nodes
+    for node in nodes:  # as where the disk of the image is away for a moment: no node is to blame
+        (project.folder / f"sick.{node}").touch()
+    for number, node in enumerate(nodes):
+        os.kill(parent_of(outside(launch, launch.rank_pid(number), node)), signal.SIGKILL)
+    wait_until(lambda: "node_failure" in launch.causes, "an attempt without agents")
+    for node in nodes:
+        (project.folder / f"sick.{node}").unlink()
+    launch.wait_for_step(50).end_training().wait_until_over()
+    assert (launch.status.state, launch.causes[:2], launch.causes[-1]) == ("finished", ["killed"] * 2, "finished")
+    assert {ended.next for ended in launch.ends[:-1]} == {"in_place"}
 
 
 def test_srun_itself_may_enter_the_container(slurm: Cluster, on_slurm: Callable[..., Project], tmp_path: Path) -> None:
