@@ -89,7 +89,10 @@ def on_slurm(request: pytest.FixtureRequest, tmp_path: Path, no_process_left: No
         return Project(tmp_path / folder, cluster.env, yaml, plain=plain)
 
     yield make
-    names = ",".join(run.name for run in tmp_path.glob("*/runs/*-*"))
     for cluster in clusters:
-        if cluster.is_up and names:  # the shared cluster: of a test that failed
-            cluster.command("scancel", f"--name={names}")
+        if cluster.is_up:  # the shared cluster: jobs of a test that failed; runs of another test may have their names
+            lines = cluster.command("squeue", "--noheader", "--format=%F %Z").splitlines()
+            jobs = [line.partition(" ") for line in lines]
+            ours = {job for job, _, folder in jobs if Path(folder).is_relative_to(tmp_path)}
+            if ours:
+                cluster.command("scancel", *ours)
