@@ -141,8 +141,7 @@ def diagnose(facts: Facts, traces: Traces, began: Began, *, command: bool = Fals
 def is_failure(exited: Exited, ends: Iterable[End]) -> bool:
     """Return whether a rank's exit is a failure: by its End, if it left one, else by its exit code."""
     kind = next((end.kind for end in ends if end.rank == exited.rank), None)
-    is_good = exited.code == EXIT_RESUMABLE or (exited.code == 0 and not exited.in_step)
-    return kind == "failed" or (kind is None and not is_good)
+    return kind == "failed" or (kind is None and not exited.is_done and exited.code != EXIT_RESUMABLE)
 
 
 def _is_finished(facts: Facts, ends: Sequence[End], ranks: int, command: bool) -> bool:
@@ -152,7 +151,7 @@ def _is_finished(facts: Facts, ends: Sequence[End], ranks: int, command: bool) -
     """
     done = {end.rank for end in ends if end.kind == "finished"}
     if not command or not (facts.asked or facts.word or facts.signalled):
-        done |= {exited.rank for exited, _ in facts.exits if exited.code == 0 and not exited.in_step}
+        done |= {exited.rank for exited, _ in facts.exits if exited.is_done}
         done -= {end.rank for end in ends if end.kind == "failed"}  # a script that ended before ctx.finish
     return ranks > 0 and done.issuperset(range(ranks))
 

@@ -87,6 +87,11 @@ class Exited:
     in_step: bool = False
     """True if it was in a step, by its page, and had not recorded its end: something called exit."""
 
+    @property
+    def is_done(self) -> bool:
+        """Whether it ended with 0, and not in the middle of a step."""
+        return self.code == 0 and not self.in_step
+
 
 @dataclass(frozen=True, kw_only=True)
 class Signalled:

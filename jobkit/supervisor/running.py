@@ -126,7 +126,7 @@ class Running:
         self.facts.exits.append((exited, node))
         self._arrived.append(now)
         stops = self.signalled is not None or self.pressure(now) >= Pressure.STOP
-        if (exited.code == 0 and not exited.in_step) or (exited.code in OF_A_STOP and stops):
+        if exited.is_done or (exited.code in OF_A_STOP and stops):
             return
         if self.facts.reported is None and exited.code != EXIT_RESUMABLE:
             self.facts.reported = self._ends()
