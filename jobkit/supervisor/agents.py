@@ -193,7 +193,7 @@ class Agents:
             self._lose(agent, "step" if len(self.by_node) == 1 else "gone")
 
     def address_of(self, node: str) -> str:
-        """Return the address at which the other nodes reach a node: that over which it and they called us."""
+        """Return the address at which the other nodes reach a node: their agents have called us over this network."""
         address = self._address(node, "getpeername") or ""
         if address != self._address(node, "getsockname"):
             return address

@@ -114,7 +114,7 @@ def _would_start(journal: Journal, job: Job, without: Collection[str]) -> bool:
 
 
 def _fewer_nodes(journal: Journal, config: Config, job: Job, lost: Collection[str]) -> int | None:
-    """On how many nodes to go on where the job would wait for ever for those that are lost; None for all of them."""
+    """Return a smaller number of nodes where the job would wait for ever for lost nodes; None for all of its nodes."""
     asked = len(nodes.expand(job.nodes))
     if not lost or not asked:
         return None

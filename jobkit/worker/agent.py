@@ -85,7 +85,7 @@ class Agent:
         self._kept = Kept(with_slots=self.config.checkpoint.memory not in (False, "off"))
 
     def serve(self) -> Callable[[], NoReturn] | None:
-        """Do what supervisors ask for; return None at the end. In each forked process, return its program.
+        """Carry out the messages of supervisors; return None at the end. In each forked process, return its program.
 
         So a rank runs at the top of the program, and ends as any program does.
         """
