@@ -31,7 +31,7 @@ from jobkit.worker.context import Context
 from jobkit.worker.join import Joined
 from jobkit.worker.rank import Rank
 
-PATIENCE = 300.0
+PATIENCE = float(os.environ.get("JOBKIT_TEST_PATIENCE", 300))
 
 
 def free_port() -> int:
