@@ -19,7 +19,6 @@ import ast
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -27,7 +26,7 @@ import tempfile
 import time
 import venv
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -189,56 +188,27 @@ class Copy:
         there = sysconfig.get_path("purelib")
         (packages / "copy.pth").write_text(f"{folder}\nimport site; site.addsitedir({there!r})\n", encoding="utf-8")
 
-    def run(self, mutant: Mutant) -> Verdict:
-        """Break the line, run its tests, and mend the line."""
+    def run(self, mutant: Mutant) -> tuple[bool, str]:
+        """Break the line, run its tests, and mend the line; returns whether all of them failed, and their output."""
         file, text = mutant.broken_text(self.folder)
         whole = file.read_text(encoding="utf-8")
         file.write_text(text, encoding="utf-8")
-        began = time.monotonic()
-        try:
-            code, output = self.pytest(*mutant.tests.split())
-        finally:
-            file.write_text(whole, encoding="utf-8")
-        passed = [
-            test
-            for test in mutant.tests.split()
-            if not re.search(rf"^(FAILED|ERROR) {re.escape(test)}", output, re.MULTILINE)
-        ]
-        is_killed = code is None or (code == pytest.ExitCode.TESTS_FAILED and not passed)
-        return Verdict(mutant, is_killed, time.monotonic() - began, output)
+        tests = mutant.tests.split()
+        done = self.pytest(*tests)
+        file.write_text(whole, encoding="utf-8")
+        names = [re.escape(test) for test in tests]
+        have_failed = all(re.search(rf"^(FAILED|ERROR) {name}(\\[| |$)", done.stdout, re.MULTILINE) for name in names)
+        never_ended = done.returncode in (124, 137)
+        return never_ended or (done.returncode == pytest.ExitCode.TESTS_FAILED and have_failed), done.stdout
 
-    def pytest(self, *words: str) -> tuple[int | None, str]:
-        """Return pytest's exit code, None where it does not end, and its output."""
-        command = [str(self.folder / ".venv/bin/python"), "-m", "pytest", "-p", "no:cacheprovider", "-rfE", *words]
+    def pytest(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Run pytest in the copy to its end. The first signal is Ctrl-C, after which fixtures end what they started."""
+        limit = ["timeout", "--signal=INT", "--kill-after=60", str(LIMIT_SECONDS)]
+        words = (str(self.folder / ".venv/bin/python"), "-m", "pytest", "-p", "no:cacheprovider", "-rfE", *words)
         # Bytecode is known by its second and size: a line that was broken within the same second would not count.
         environ = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "JOBKIT_TEST_PATIENCE": str(PATIENCE_SECONDS)}
-        process = subprocess.Popen(
-            command,
-            cwd=self.folder,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            output, _ = process.communicate(timeout=LIMIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            return None, process.communicate()[0]
-        return process.returncode, output
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The end of a mutant."""
-
-    mutant: Mutant
-    is_killed: bool
-    seconds: float
-    output: str
-    """Of its tests."""
+        options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.run([*limit, *words], cwd=self.folder, env=environ, **options)
 
 
 def run_all(mutants: list[Mutant], workers: int) -> int:
@@ -248,31 +218,25 @@ def run_all(mutants: list[Mutant], workers: int) -> int:
         for number in range(workers):
             copies.put(Copy(Path(folder) / str(number)))
         tests = sorted({test for mutant in mutants for test in mutant.tests.split()})
-        print(f"{len(mutants)} mutants, {len(tests)} tests of the unbroken code first", flush=True)
-        copy = copies.get()
-        code, output = copy.pytest(*tests, "-n", str(2 * workers), "--dist", "worksteal")
-        copies.put(copy)
-        if code != 0:
-            print(output, "The unbroken code fails: a failure would prove nothing.", sep="\n")
+        print(f"{len(mutants)} mutants; the unbroken code first, {len(tests)} tests", flush=True)
+        copies.put(copy := copies.get())
+        done = copy.pytest(*tests, "-n", str(2 * workers), "--dist", "worksteal")
+        if done.returncode != 0:
+            print(done.stdout, "The unbroken code fails: a failure would prove nothing.", sep="\n")
             return 2
 
-        def run(mutant: Mutant) -> Verdict:
-            copy = copies.get()
-            try:
-                return copy.run(mutant)
-            finally:
-                copies.put(copy)
+        def run(mutant: Mutant) -> str:
+            copy, began = copies.get(), time.monotonic()
+            is_killed, output = copy.run(mutant)
+            copies.put(copy)
+            word, seconds = "killed" if is_killed else "SURVIVED", time.monotonic() - began
+            print(f"{word:8} {seconds:6.1f} s  {mutant.promise}", flush=True)
+            return "" if is_killed else f"\nSURVIVED: {mutant}\n{output}"
 
-        began, survivors = time.monotonic(), []
-        for future in as_completed([threads.submit(run, mutant) for mutant in mutants]):
-            verdict = future.result()
-            word = "killed" if verdict.is_killed else "SURVIVED"
-            print(f"{word:8} {verdict.seconds:6.1f} s  {verdict.mutant.promise}", flush=True)
-            if not verdict.is_killed:
-                survivors.append(verdict)
-        for verdict in survivors:
-            print(f"\nSURVIVED: {verdict.mutant}\n{verdict.output}")
-        print(f"{len(mutants) - len(survivors)} killed, {len(survivors)} survived, {time.monotonic() - began:.0f} s")
+        began = time.monotonic()
+        survivors = list(filter(None, threads.map(run, mutants)))
+        print(*survivors, f"{len(mutants) - len(survivors)} killed, {len(survivors)} survived, ", end="")
+        print(f"{time.monotonic() - began:.0f} s")
         return 1 if survivors else 0
 
 
