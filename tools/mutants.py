@@ -197,7 +197,7 @@ class Copy:
         done = self.pytest(*tests)
         file.write_text(whole, encoding="utf-8")
         names = [re.escape(test) for test in tests]
-        have_failed = all(re.search(rf"^(FAILED|ERROR) {name}(\\[| |$)", done.stdout, re.MULTILINE) for name in names)
+        have_failed = all(re.search(rf"^(FAILED|ERROR) {name}(\[| |$)", done.stdout, re.MULTILINE) for name in names)
         never_ended = done.returncode in (124, 137)
         return never_ended or (done.returncode == pytest.ExitCode.TESTS_FAILED and have_failed), done.stdout
 
