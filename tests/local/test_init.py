@@ -193,7 +193,7 @@ def test_the_command_of_a_yaml_is_restarted_in_place(tmp_path: Path) -> None:
     launch = made.submit("--local", "--detach")
     launch.wait_for_step(8).kill_rank(1)
     launch.wait_until_over()
-    assert launch.causes == ["killed", "finished"], launch.describe()
+    assert launch.causes == ["killed", "finished"]
     assert launch.ends[1].first_step is not None
 
 

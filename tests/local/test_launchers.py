@@ -98,7 +98,7 @@ def test_the_articles_commands_of_two_ranks_are_stopped_and_killed_and_go_on_exa
     launch.wait_for_attempt(2).wait_for_step((launch.ends[0].last_step or 0) + 2).kill_supervisor()
     ended(process, well=False)
     ended(typed(tmp_path, TORCHRUN))
-    assert len(launch.causes) == 3 and launch.causes[-1] == "finished", launch.describe()
+    assert len(launch.causes) == 3 and launch.causes[-1] == "finished"
     assert launch.status.result == result_of_two
 
 
@@ -115,7 +115,7 @@ def test_the_articles_command_of_plain_python_goes_on_exactly(tmp_path: Path) ->
     ctrl_c_at(4, first, folder)
     ended(typed(folder, PYTHON))
     launch = run_of(folder)
-    assert launch.causes == ["stopped", "finished"], launch.describe()
+    assert launch.causes == ["stopped", "finished"]
     assert launch.status.result == run_of(tmp_path / "straight").status.result
 
 
