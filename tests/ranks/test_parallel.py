@@ -98,8 +98,9 @@ class Attempt:
         ctx.track(model=model, optimizer=optimizer, scheduler=scheduler)
         share, ranks = ctx._spread.data_rank, ctx._spread.data_size
         for step in ctx.steps(steps):
+            if die_at:
+                ctx._checkpointer.snapshots.wait()  # on a busy machine the next one would be left out
             if die_at and step == die_at:
-                ctx._checkpointer.snapshots.wait()
                 ctx._checkpointer.wait()
                 return None
             generator = torch.Generator().manual_seed(step)
