@@ -1,6 +1,6 @@
 """Measure checkpoints against the plain operations that they are made of, in turns and in one process.
 
-    .venv/bin/python tools/bench/checkpoint.py [--repeats 7] [--folder DIR] [--device cuda]
+    .venv/bin/python tools/bench/checkpoint.py [--repeats 7] [--folder DIR] [--device cuda] [--quick]
 
 stall     the copy that the loop waits for     / one copy of the same tensors into memory that is there
 durable   from the begin of a save to its name / write and fsync of as many bytes
@@ -8,7 +8,6 @@ restore   read, checked, into live tensors     / one thread's read of the same b
 dcp stall, dcp durable   the first two / torch's dcp.async_save of the same tensors, with a DefaultStager that is kept
 
 On a GPU the copy is one into pinned memory, to its end, and the read is followed by a copy to the device.
-Each row shows the least, the median and the most ratio, and the project's bound.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,6 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from table import QUICK, show
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
@@ -34,6 +33,8 @@ from jobkit.checkpoint.staging import Place
 from jobkit.group import RankGroup
 
 STATES = {"512 MB": [(8 << 20,)] * 16, "10,000 small": [(1024,)] * 10_000}
+if QUICK:
+    STATES = {"4 MB": [(1 << 16,)] * 16, "100 small": [(1024,)] * 100}
 BOUNDS = {"stall": (1.0, 1.1), "durable": (1.2, 1.2), "restore": (1.0, 1.2), "dcp stall": (1, 1), "dcp durable": (1, 1)}
 
 
@@ -124,7 +125,8 @@ def read_raw(file: Path, tensors: list[torch.Tensor]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=2 if QUICK else 7)
+    parser.add_argument("--quick", action="store_true", help="measure little and once: to see that it runs")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     arguments = parser.parse_args()
@@ -134,10 +136,7 @@ def main() -> None:
         for column, (name, shapes) in enumerate(STATES.items()):
             measured = measure(shapes, folder / "checkpoints", arguments.repeats, arguments.device)
             for row, ratios in measured.items():
-                bound, middle = BOUNDS[row][column], statistics.median(ratios)
-                verdict = "met" if middle <= bound else "MISSED"
-                spread = f"{min(ratios):6.2f} {middle:6.2f} {max(ratios):6.2f}"
-                print(f"{row:11} {name:13} {spread}   bound {bound}: {verdict}", flush=True)
+                show(f"{row}, {name}", ratios, BOUNDS[row][column], "times")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -7,15 +7,15 @@ images      reading PNG files by ctx.loader       / by a DataLoader, each with o
 evaluation  3 ranks, one of them three times slower / the time in which they would do it if none ever waited
 
 Both sides run in turns in the same processes; on a machine that others use, the rows of processor time, the workers'
-with it, say more. Each row shows the least, the median and the most ratio, and the bound that the project has set
-itself. ctx.loader seeds three generators for each sample, which a sample of a few microseconds would show.
+with it, say more. ctx.loader seeds three generators for each sample, which a sample of a few microseconds would show.
 """
 
 from __future__ import annotations
 
 import argparse
 
-from training import project, result, show
+from table import QUICK, show
+from training import project, result
 
 TASK = """\
 import io, multiprocessing, os, time
@@ -83,7 +83,7 @@ def ratios(ctx, mine, others, block):
             work[is_mine] += nanoseconds(pids)
         wall.append(seconds[True] / seconds[False])
         processor.append(work[True] / work[False])
-    return {"ratios": processor[1:] if ctx.params.processor else wall[1:]}
+    return {"ratios": wall[1:], "processor": processor[1:]}
 
 def step(ctx):
     def trainer(batches):
@@ -121,25 +121,27 @@ def evaluation(ctx):
 """
 
 
-def measure(row: str, function: str, ranks: int, bound: float, repeats: int, processor: bool = False) -> None:
-    made = project(function, ranks, repeats=repeats, processor=processor)
+def measure(row: str, function: str, ranks: int, bound: float, repeats: int) -> None:
+    made = project(function, ranks, repeats=repeats)
     made.write("bench_task.py", TASK)
-    show(f"{row} (processor)" if processor else row, result(made), bound)
+    found = result(made)
+    show(row, found["ratios"], bound, "times")
+    if "processor" in found:
+        show(f"{row} (processor)", found["processor"], bound, "times")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", choices=["step", "images", "evaluation", []], help="all by default")
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--quick", action="store_true", help="each ratio twice: to see that it runs")
+    parser.add_argument("--repeats", type=int, default=1 if QUICK else 9)
+    parser.add_argument("--quick", action="store_true", help="measure little and once: to see that it runs")
     arguments = parser.parse_args()
-    rows, repeats = arguments.rows or ["step", "images", "evaluation"], 2 if arguments.quick else arguments.repeats
-    for processor in (False, True):
-        if "step" in rows:
-            for ranks in (1, 2):
-                measure(f"step, {ranks} rank(s)", "step", ranks, 1.05, repeats, processor)
-        if "images" in rows:
-            measure("images", "images", 1, 1.05, repeats, processor)
+    rows, repeats = arguments.rows or ["step", "images", "evaluation"], arguments.repeats
+    if "step" in rows:
+        for ranks in (1, 2):
+            measure(f"step, {ranks} rank(s)", "step", ranks, 1.05, repeats)
+    if "images" in rows:
+        measure("images", "images", 1, 1.05, repeats)
     if "evaluation" in rows:
         measure("evaluation, a slow rank", "evaluation", 3, 1.1, repeats)
 

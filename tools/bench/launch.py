@@ -1,9 +1,8 @@
-"""Measure what jobkit costs around a training: submissions, lists, and the time from a death to the next life.
+"""Measure what jobkit costs around a training: submissions, and the time from a death to the next life.
 
-    .venv/bin/python tools/bench/launch.py [submit help list local slurm batch] [--repeats 7]
+    .venv/bin/python tools/bench/launch.py [submit help local slurm batch] [--repeats 7] [--quick]
 
-Each row shows the least, the median and the most of its repeats, and the bound that the project has set itself. Peers
-are measured in turn with jobkit, so that a busy machine slows both. Slurm is a private one (slurmbox).
+Peers are measured in turn with jobkit, so that a busy machine slows both. Slurm is a private one (slurmbox).
 
     kill -> supervisor hears of it -> other ranks killed -> attempt closed, begun -> fork -> the ranks write their marks
 """
@@ -12,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,10 +26,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tools")]
 
 from harness.runs import Launch, Project, wait_until  # noqa: E402
 from slurmbox import Cluster  # noqa: E402
-
-from jobkit.run.journal import Journal  # noqa: E402
-from jobkit.run.records import Began, Ended, Finished, Submitted  # noqa: E402
-from jobkit.run.rundir import RunDir  # noqa: E402
+from table import QUICK, show  # noqa: E402
 
 BARE = """\
 import submitit
@@ -42,15 +37,6 @@ executor = submitit.SlurmExecutor(folder="logs")
 executor.update_parameters(partition="low", time=5, nodes=2, ntasks_per_node=2, cpus_per_task=1)
 print(executor.submit(train, None).job_id)
 """
-
-RUNS = 10_000
-
-
-def show(row: str, values: list[float], bound: float | None, unit: str = "s") -> None:
-    """Print a row: least, median, most, and the bound."""
-    middle = statistics.median(values)
-    verdict = "" if bound is None else f"   bound {bound:g}: {'met' if middle <= bound else 'MISSED'}"
-    print(f"{row:50} {min(values):7.3f} {middle:7.3f} {max(values):7.3f} {unit}{verdict}", flush=True)
 
 
 def seconds(project: Project, *command: str) -> float:
@@ -100,40 +86,6 @@ def measure_help(repeats: int) -> None:
             show(f"python -m {' '.join(words)}", times[1:], 0.1)
 
 
-def measure_list(repeats: int) -> None:
-    """`list` of many runs that are over."""
-    with tempfile.TemporaryDirectory(prefix="jobkit-bench-", dir="/tmp") as folder:
-        project = Project(Path(folder, "project"))
-        make_runs(project.folder / "runs")
-        words = project.words("list")
-        times = [seconds(project, *words) for _ in range(repeats + 1)]
-        show(f"list of {RUNS:,} runs", times[1:], 1.0)
-        empty = [seconds(project, *words, "--runs-dir", str(project.folder)) for _ in range(repeats + 1)]
-        show("list of no runs", empty[1:], None)
-
-
-def make_runs(folder: Path) -> None:
-    """Make runs with a finished attempt each; all are copies of the first, with another name and other params."""
-    first = RunDir(folder / "bench-00000000")
-    first.path.mkdir(parents=True)
-    first.config_file.write_text("name: bench\n")
-    journal = Journal(first)
-    params = {"lr": 0.1, "number": 10_000_000}
-    token = f"jobkit:{first.name}:1:abcdef"
-    config = {"name": "bench", "seed": 0, "params": params}
-    journal.append(Submitted(token=token, number=1, scheduler="local", user="somebody", host="here", config=config))
-    journal.append(Began(attempt=1, token=token, job_id="local-here-1"))
-    journal.append(Ended(attempt=1, cause="finished", next="stop", first_step=0, last_step=100, durable_step=100))
-    journal.append(Finished(result={"loss": 0.5}, step=100))
-    texts = {file: file.read_text() for file in (first.config_file, first.journal_file, first.status_file)}
-    for number in range(1, RUNS):
-        run = RunDir(folder / f"bench-{number:08x}")
-        run.path.mkdir()
-        for file, text in texts.items():  # of the same length: status.json names the journal's
-            text = text.replace(first.name, run.name).replace("10000000", str(10_000_000 + number))
-            (run.path / file.name).write_text(text)
-
-
 def seconds_to_next_life(launch: Launch, deed: Callable[[], object]) -> float:
     """Return the time from a deed until all ranks of the next attempt have begun."""
     attempt = launch.status.attempts[-1]
@@ -143,7 +95,7 @@ def seconds_to_next_life(launch: Launch, deed: Callable[[], object]) -> float:
     deed()
     marks = [launch.run.outputs / "ranks" / str(rank) for rank in range(attempt.began.ranks)]
     new = f"{attempt.number + 1} "
-    wait_until(lambda: all(mark.read_text().startswith(new) for mark in marks), f"attempt {new}", launch.describe)
+    wait_until(lambda: all(mark.read_text().startswith(new) for mark in marks), f"attempt {new}")
     return max(mark.stat().st_mtime for mark in marks) - began
 
 
@@ -209,7 +161,6 @@ def lose_for_a_while(cluster: Cluster, node: str) -> None:
 MEASURES: dict[str, Callable[[int], None]] = {
     "submit": measure_submit,
     "help": measure_help,
-    "list": measure_list,
     "local": measure_local,
     "slurm": measure_slurm,
     "batch": measure_batch,
@@ -219,7 +170,8 @@ MEASURES: dict[str, Callable[[int], None]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("measures", nargs="*", metavar="MEASURE", help=f"of {', '.join(MEASURES)}; all by default")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=1 if QUICK else 7)
+    parser.add_argument("--quick", action="store_true", help="measure little and once: to see that it runs")
     arguments = parser.parse_args()
     if unknown := set(arguments.measures) - set(MEASURES):
         parser.error(f"no such measure: {', '.join(unknown)}")

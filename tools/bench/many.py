@@ -1,6 +1,6 @@
 """Measure what jobkit costs for many runs: a list of thousands, a sweep of a thousand, a hundred that are cancelled.
 
-    .venv/bin/python tools/bench/many.py [list sweep cancel] [--repeats 3]
+    .venv/bin/python tools/bench/many.py [list sweep cancel] [--repeats 3] [--quick]
 
 Each part has two things in one run, so that a busy machine slows both: `list` beside a Python that only reads the same
 files, a sweep beside bare Submitit and beside sbatch, `cancel` beside one scancel. Slurm is a private one (slurmbox).
@@ -19,8 +19,13 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tools")]
 
 from harness.runs import Project, wait_until  # noqa: E402
-from launch import RUNS, cluster_project, make_runs, seconds, show  # noqa: E402
+from launch import cluster_project, seconds  # noqa: E402
 from slurmbox import Cluster  # noqa: E402
+from table import QUICK, show  # noqa: E402
+
+from jobkit.run.journal import Journal  # noqa: E402
+from jobkit.run.records import Began, Ended, Finished, Submitted  # noqa: E402
+from jobkit.run.rundir import RunDir  # noqa: E402
 
 READ = """\
 import json, os, sys
@@ -45,11 +50,12 @@ for _ in range(int(sys.argv[1])):
     executor.submit(train, None)
 """
 
-POINTS = 1000
-BARE_SUBMISSIONS = 100
+RUNS = 100 if QUICK else 10_000
+POINTS = 10 if QUICK else 1000
+BARE_SUBMISSIONS = 2 if QUICK else 100
 """Measured, and scaled to as many as the points: each takes the same time."""
 
-CANCELLED = 100
+CANCELLED = 3 if QUICK else 100
 
 
 def measure_list(repeats: int) -> None:
@@ -64,6 +70,28 @@ def measure_list(repeats: int) -> None:
             reading.append(seconds(project, project.python, "-c", READ, str(runs)))
     show(f"list of {RUNS:,} finished runs", ours[1:], 1.0)
     show("a Python that reads the same files", reading[1:], None)
+
+
+def make_runs(folder: Path) -> None:
+    """Make runs with a finished attempt each; all are copies of the first, with another name and other params."""
+    first = RunDir(folder / "bench-00000000")
+    first.path.mkdir(parents=True)
+    first.config_file.write_text("name: bench\n")
+    journal = Journal(first)
+    params = {"lr": 0.1, "number": 10_000_000}
+    token = f"jobkit:{first.name}:1:abcdef"
+    config = {"name": "bench", "seed": 0, "params": params}
+    journal.append(Submitted(token=token, number=1, scheduler="local", user="somebody", host="here", config=config))
+    journal.append(Began(attempt=1, token=token, job_id="local-here-1"))
+    journal.append(Ended(attempt=1, cause="finished", next="stop", first_step=0, last_step=100, durable_step=100))
+    journal.append(Finished(result={"loss": 0.5}, step=100))
+    texts = {file: file.read_text() for file in (first.config_file, first.journal_file, first.status_file)}
+    for number in range(1, RUNS):
+        run = RunDir(folder / f"bench-{number:08x}")
+        run.path.mkdir()
+        for file, text in texts.items():  # of the same length: status.json names the journal's
+            text = text.replace(first.name, run.name).replace("10000000", str(10_000_000 + number))
+            (run.path / file.name).write_text(text)
 
 
 def measure_sweep(repeats: int) -> None:
@@ -126,7 +154,8 @@ PARTS = {"list": measure_list, "sweep": measure_sweep, "cancel": measure_cancel}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=1 if QUICK else 3)
+    parser.add_argument("--quick", action="store_true", help="measure little and once: to see that it runs")
     arguments = parser.parse_args()
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # with it jobkit would be compiled anew at each start
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; least, median, most")

@@ -8,24 +8,16 @@ trainer-callback    a step of a Trainer with the callback / without it
 lightning-callback  the same of Lightning's Trainer
 
 The two of a ratio take turns in one process, with the same model, data and batch; processor seconds are counted, which
-other programs disturb least. A row shows the least, the median and the most, and the bound that the project has set
-itself. Lightning's rows are left out where a package is missing.
+other programs disturb least. Lightning's rows are left out where a package is missing.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
-import statistics
-import sys
-import tempfile
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests")]
-
-from harness.runs import Project  # noqa: E402
+from table import QUICK, show
+from training import project, result
 
 TASK = """\
 import gc, logging, time, warnings
@@ -175,34 +167,24 @@ ROWS = {
 
 def ratios(row: str, turns: int, block: int) -> list[float]:
     """Run a row's task as a job; return the ratio of each turn but the first."""
-    params = json.dumps({"turns": turns + 1, "block": block})
-    task = {"lightning": "against_lightning"}.get(row, row.replace("-", "_"))
-    yaml = f"name: bench\ntask: bench_task:{task}\nparams: {params}\nretry: {{crash: 0}}\n"
-    made = Project(Path(tempfile.mkdtemp()) / "project", yaml=yaml, plain=False)
+    made = project({"lightning": "against_lightning"}.get(row, row.replace("-", "_")), 1, turns=turns + 1, block=block)
     made.write("bench_task.py", TASK)
-    made.jobkit("submit", str(made.yaml), "--local")
-    (run,) = (made.folder / "runs").glob("bench-*")
-    values: list[float] = made.launch(run).status.result["ratios"]  # type: ignore[index]
-    return values[1:]
+    return result(made)["ratios"][1:]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", choices=[*ROWS, []], help="all by default")
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter turns")
+    parser.add_argument("--quick", action="store_true", help="measure little and once: to see that it runs")
     arguments = parser.parse_args()
-    turns, block = (4, 60) if arguments.quick else (12, 200)
+    turns, block = (1, 20) if QUICK else (12, 200)
     for row in arguments.rows or ROWS:
         needs = {"lightning": ["lightning"], "lightning-callback": ["lightning", "jobkit.lightning"]}.get(row, [])
         if missing := next((name for name in needs if importlib.util.find_spec(name) is None), None):
             print(f"{ROWS[row][0]:28} left out: no {missing}", flush=True)
             continue
         name, bound = ROWS[row]
-        values = ratios(row, turns, block)
-        middle = statistics.median(values)
-        verdict = "met" if middle <= bound else "MISSED"
-        least, most = min(values), max(values)
-        print(f"{name:28} {least:7.3f} {middle:7.3f} {most:7.3f}  bound {bound:g}: {verdict}", flush=True)
+        show(name, ratios(row, turns, block), bound, "times")
 
 
 if __name__ == "__main__":

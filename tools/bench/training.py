@@ -1,6 +1,6 @@
 """Measure training under jobkit: a step, an empty boundary, a start, and a restart after a death.
 
-    .venv/bin/python tools/bench/training.py [step boundary start restart] [--repeats 7] [--gpu]
+    .venv/bin/python tools/bench/training.py [step boundary start restart] [--repeats 5] [--gpu] [--quick]
 
 step      a step of a small model under jobkit     / the same loop by hand, in turns in the same processes
 boundary  microseconds between two empty steps
@@ -8,15 +8,14 @@ start     4 ranks until the first step             / the same script under torch
 restart   seconds from a rank's death to the first new step, on one node
 
 With --gpu the step and the restart are those of one rank on a GPU, the step with a larger model.
-
-Each row shows the least, the median and the most, and the bound that the project has set itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
-import statistics
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests")]
 
 from harness.runs import Project, wait_until  # noqa: E402
+from table import QUICK, show  # noqa: E402
 
 TASK = """\
 import json, os, sys, time
@@ -83,9 +83,10 @@ def boundary(ctx):
     ctx.track(model=model)
     times = []
     began = time.perf_counter()
-    for step in ctx.steps(200_000):
-        if step % 20_000 == 19_999:
-            times.append((time.perf_counter() - began) / 20_000 * 1e6)
+    block = ctx.params.block
+    for step in ctx.steps(10 * block):
+        if (step + 1) % block == 0:
+            times.append((time.perf_counter() - began) / block * 1e6)
             began = time.perf_counter()
     return {"ratios": times}
 
@@ -131,33 +132,28 @@ def project(function: str, ranks: int, gpus: int = 0, **params: Any) -> Project:
     text = ", ".join(f"{name}: {json.dumps(value)}" for name, value in params.items())
     resources = f"{{tasks_per_node: {ranks}, gpus_per_task: {gpus}}}"
     yaml = f"name: bench\ntask: bench_task:{function}\nparams: {{{text}}}\nresources: {resources}\n"
-    made = Project(Path(tempfile.mkdtemp()) / "project", yaml=yaml, plain=False)
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    made = Project(folder / "project", yaml=yaml, plain=False)
     made.write("bench_task.py", TASK)
     return made
 
 
-def show(row: str, values: list[float], bound: float, unit: str = "") -> None:
-    middle = statistics.median(values)
-    verdict = "met" if middle <= bound else "MISSED"
-    print(
-        f"{row:28} {min(values):7.3f} {middle:7.3f} {max(values):7.3f} {unit}  bound {bound:g}: {verdict}", flush=True
-    )
-
-
-def result(made: Project) -> list[float]:
+def result(made: Project) -> dict[str, list[float]]:
+    """Run a project's task as a job, and return its result."""
     made.jobkit("submit", str(made.yaml), "--local")
     (run,) = (made.folder / "runs").glob("bench-*")
-    values: list[float] = made.launch(run).status.result["ratios"]  # type: ignore[index]
-    return values
+    return made.launch(run).status.result  # type: ignore[return-value]
 
 
 def bench_step(repeats: int, gpus: int) -> None:
     for ranks, bound in ((1, 1.02), (2, 1.03))[: 1 if gpus else 2]:
-        show(f"step, {ranks} rank(s) / by hand", result(project("steps", ranks, gpus, repeats=4 * repeats)), bound)
+        ratios = result(project("steps", ranks, gpus, repeats=4 * repeats))["ratios"]
+        show(f"step, {ranks} rank(s) / by hand", ratios, bound, "times")
 
 
 def bench_boundary(repeats: int, gpus: int) -> None:
-    show("an empty boundary", result(project("boundary", 1)), 10, "us")
+    show("an empty boundary", result(project("boundary", 1, block=200 if QUICK else 20_000))["ratios"], 10, "us")
 
 
 def bench_start(repeats: int, gpus: int) -> None:
@@ -172,7 +168,7 @@ def bench_start(repeats: int, gpus: int) -> None:
         words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4", "bench_task.py", str(mark)]
         subprocess.run(words, cwd=made.folder, env=made.environment, check=True, capture_output=True)
         ratios.append(mine / (float(mark.read_text()) - began))
-    show("start, 4 ranks / torchrun", ratios, 0.4)
+    show("start, 4 ranks / torchrun", ratios, 0.4, "times")
 
 
 def moment_in(file: Path) -> float:
@@ -194,7 +190,7 @@ def bench_restart(repeats: int, gpus: int) -> None:
         launch.kill_rank(ranks - 1)
         following = launch.run.outputs / f"first-{number + 1}"
         seconds.append(moment_in(following) - began)
-    show("restart on one node", seconds, 0.5, "s")
+    show("restart on one node", seconds, 0.5)
     made.jobkit("cancel", "-y", str(launch.run.path))
     launch.wait_until_over()
 
@@ -205,7 +201,8 @@ BENCHES = {"step": bench_step, "boundary": bench_boundary, "start": bench_start,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", choices=[*BENCHES, []], help="all by default")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=1 if QUICK else 5)
+    parser.add_argument("--quick", action="store_true", help="measure little and once: to see that it runs")
     parser.add_argument("--gpu", action="store_true")
     arguments = parser.parse_args()
     for row in arguments.rows or (["step", "restart"] if arguments.gpu else BENCHES):
