@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,30 @@ def on_other_nodes(ranks: RankGroup, folder: Path, nodes: list[tuple[int, int]])
 def test_a_snapshot_of_a_lost_node_lies_on_the_next_and_goes_to_the_nodes_that_need_it(tmp_path: Path) -> None:
     nodes = [(os.memfd_create("first"), os.memfd_create("second")) for _ in range(4)]
     assert run_ranks(on_other_nodes, 3, tmp_path, nodes) == [(1, rank, True) for rank in range(3)]
+
+
+def on_disks_of_their_own(ranks: RankGroup, folder: Path, lost: dict[int, list[str]]) -> int | str:
+    """Save at steps 1 and 2 on a disk a rank, lose some ranks' checkpoints, and return the step that all begin with."""
+    place = Place(ranks.rank, ranks.world_size, 1, tuple((rank,) for rank in range(ranks.world_size)))
+    disk, own = folder / str(ranks.rank), [Entry(name="own", live=Own(1))]
+    checkpointer = Checkpointer(disk, ranks, place, attempt=1, keep=3)
+    for step in (1, 2):
+        checkpointer.write(checkpointer.stage(step, own, {}), wait=True)
+    checkpointer.close()
+    for name in lost.get(ranks.rank, []):
+        shutil.rmtree(disk / name)
+    try:
+        restored = Checkpointer(disk, ranks, place, attempt=2, keep=3).restored
+    except CheckpointError as error:
+        return str(error)
+    return restored.step if restored is not None else 0
+
+
+def test_disks_of_their_own_go_on_from_the_newest_step_that_all_have(tmp_path: Path) -> None:
+    newest, both = ["step_00000002"], ["step_00000001", "step_00000002"]
+    assert run_ranks(on_disks_of_their_own, 3, tmp_path / "newest", {1: newest}) == [1, 1, 1]
+    answers = run_ranks(on_disks_of_their_own, 3, tmp_path / "all", {2: both})
+    assert all("rank 2: none" in str(answer) for answer in answers), answers
 
 
 def differs(ranks: RankGroup, folder: Path) -> str:

@@ -26,7 +26,7 @@ def test_a_rank_finds_its_own_place_and_not_its_agents(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "toy")
     agent = {
         **{"HOME": "/home/a", "JOBKIT_JOB_ID": "12", "SLURM_JOB_ID": "12", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"},
-        **{"SLURM_STEP_NODELIST": "n[0-9]", "PMI_RANK": "1"},
+        **{"SLURM_STEP_NODELIST": "n[0-9]", "PMI_RANK": "1", "CUDA_VISIBLE_DEVICES": "4,5"},
     }
     environment = environment_of(PLACE, START, run, Resources(cpus_per_task=3), agent)
     expected = {
@@ -35,6 +35,7 @@ def test_a_rank_finds_its_own_place_and_not_its_agents(tmp_path: Path) -> None:
         **{"JOBKIT_RUN": str(run.path), "JOBKIT_JOB_ID": "12", "SLURM_JOB_ID": "12", "SLURM_PROCID": "5"},
         **{"SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_GTIDS": "4,5,6,7"},
         **{"SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_CPUS_PER_TASK": "3", "SUBMITIT_EXECUTOR": "jobkit"},
+        **{"CUDA_VISIBLE_DEVICES": "4,5"},
     }
     assert {name: environment.get(name) for name in expected} == expected
     assert not {"PMI_RANK", "SLURM_STEP_NODELIST"} & set(environment)

@@ -115,3 +115,10 @@ def test_a_lack_of_devices_is_refused(
     with pytest.raises(InputError) as refused:
         with_counts(_config(device, **resources), scheduler, asked)
     assert refused.value.key == key and refused.value.hint
+
+
+def test_a_job_gets_no_variable_of_the_rank_that_submits_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("JOBKIT_ATTEMPT", "SUBMITIT_EXECUTOR", "JOBKIT_RUNS", "SECRET"):
+        monkeypatch.setenv(name, "1")
+    names = machine.clean_environment().keys()
+    assert {"JOBKIT_RUNS", "SECRET"} <= names and names.isdisjoint({"JOBKIT_ATTEMPT", "SUBMITIT_EXECUTOR"})
