@@ -157,18 +157,18 @@ def bench_boundary(repeats: int, gpus: int) -> None:
 
 
 def bench_start(repeats: int, gpus: int) -> None:
-    ratios = []
+    ratios, ranks = [], 2 if QUICK else 4
     for _ in range(repeats):
-        made = project("first_step", 4, short=True)
+        made = project("first_step", ranks, short=True)
         began = time.time()
         made.jobkit("submit", str(made.yaml), "--local")
         (file,) = (made.folder / "runs").glob("bench-*/outputs/first-1")
         mine = float(file.read_text().split()[0]) - began
         mark, began = made.folder / "mark", time.time()
-        words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4", "bench_task.py", str(mark)]
+        words = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "bench_task.py", str(mark)]
         subprocess.run(words, cwd=made.folder, env=made.environment, check=True, capture_output=True)
         ratios.append(mine / (float(mark.read_text()) - began))
-    show("start, 4 ranks / torchrun", ratios, 0.4, "times")
+    show(f"start, {ranks} ranks / torchrun", ratios, 0.4, "times")
 
 
 def moment_in(file: Path) -> float:
