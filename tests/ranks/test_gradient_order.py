@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from harness.ranks import run_ranks
+from oracle.plain import Crossed
 from torch import nn
 
 from jobkit.checkpoint.checkpointer import Checkpointer
@@ -17,17 +18,6 @@ from jobkit.train.spread import Spread
 
 CONFIG = Config(name="test", task="module:function", comm=CommConfig(bucket_cap_mb=1))
 STEPS = 6
-
-
-class Crossed(nn.Module):
-    """A network whose gradients become ready in another order than its parameters are registered in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last, self.middle, self.first = nn.Linear(400, 1), nn.Linear(400, 400), nn.Linear(300, 400)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))  # type: ignore[no-any-return]
 
 
 def train(

@@ -54,6 +54,19 @@ def test_a_seed_decides_the_weights_and_null_leaves_all_generators_alone(tmp_pat
     assert generator_state()["torch"] == state["torch"]
 
 
+def test_weights_of_the_meta_device_are_drawn_from_the_seed(tmp_path: Path) -> None:
+    def weights(folder: str, seed: int) -> Tensor:
+        ctx = context(tmp_path / folder, seed=seed)
+        torch.rand(len(folder))  # nothing else counts
+        with torch.device("meta"):
+            model = nn.Linear(2, 2)
+        ctx.close()
+        return ctx.parallelize(model).weight.detach()
+
+    assert torch.equal(weights("a", 1), weights("bb", 1))
+    assert not torch.equal(weights("ccc", 1), weights("dddd", 2))
+
+
 @pytest.mark.parametrize("on_nan", ["stop", "ignore"])
 def test_on_nan_says_whether_a_loss_that_is_no_number_ends_the_run(tmp_path: Path, on_nan: Any) -> None:
     ctx = context(tmp_path, on_nan=on_nan)

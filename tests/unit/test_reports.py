@@ -182,7 +182,9 @@ def test_steps_between_frequent_evaluations_have_a_speed(monkeypatch: pytest.Mon
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
     logged: list[dict[str, float]] = []
     reporter: Any = SimpleNamespace(log_now=lambda step, values: logged.append(values))
-    clock = timing.Timing(reporter, torch.device("cpu"), [], lambda: [])
+    loader: Any = SimpleNamespace(global_batch_size=64, epoch=0.5)
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.25)
+    clock = timing.Timing(reporter, torch.device("cpu"), [loader], lambda: [optimizer])
     clock.begin(0)
     for step in (5, 10, 15):
         now[0] += 0.5
@@ -190,4 +192,5 @@ def test_steps_between_frequent_evaluations_have_a_speed(monkeypatch: pytest.Mon
         clock.report(step)
         now[0] += 30.0  # an evaluation
         clock.begin(step)
-    assert [values["perf/step_seconds"] for values in logged] == [0.1]
+    shown = {"step_seconds": 0.1, "samples_per_second": 640.0, "epoch": 0.5, "lr": 0.25}
+    assert logged == [{f"perf/{name}": value for name, value in shown.items()}]

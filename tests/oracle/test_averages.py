@@ -1,0 +1,73 @@
+"""EmaAdamW is torch's AdamW beside torch's AveragedModel; schedules are their formulas."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from harness.ranks import make_context, run_ranks
+from oracle import plain, under_ctx
+from oracle.under_ctx import difference
+from safetensors.torch import load_file
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+
+import jobkit
+from jobkit.group import RankGroup
+
+ADAM = {"lr": 0.02, "weight_decay": 0.1}
+DECAY, STEPS = 0.3, 6
+"""By n = 3 the decay has grown to it: (1 + n) / (10 + n)."""
+
+Averages = tuple[plain.Seen, list[plain.Arrays]]
+
+
+def averages(ranks: RankGroup, folder: Path) -> Averages:
+    """Return what plain torch saw, and of ctx: weights, those within evaluating, those after it, and final/'s."""
+    make = torch.optim.AdamW
+    expected = plain.train(ranks, steps=STEPS, make=make, ema_decay=DECAY, fused=True, **ADAM)
+    ctx = make_context(folder, ranks, under_ctx.config())
+    model = ctx.parallelize(plain.net())
+    optimizer = ctx.optimizer(model, jobkit.optim.fused_ema_adam, ema_decay=DECAY, **ADAM)
+    ctx.track(model=model, optimizer=optimizer)
+    for step in ctx.steps(STEPS):
+        batch = plain.share(ranks, plain.batch_of(step))
+        ctx.backward(model, batch, plain.mse, global_batch_size=plain.BATCH)
+        ctx.update(optimizer)
+    seen = [plain.arrays(model.named_parameters())]
+    with ctx.evaluating(model, optimizer):
+        seen.append(plain.arrays(model.named_parameters()))
+    seen.append(plain.arrays(model.named_parameters()))
+    ctx.finish()
+    ranks.barrier()
+    return expected, [*seen, plain.arrays(load_file(ctx.run_dir / "final" / "model.safetensors").items())]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_averages_are_those_of_an_averaged_model_and_the_final_weights(tmp_path: Path, world_size: int) -> None:
+    for expected, (trained, within, after, final) in run_ranks(averages, world_size, tmp_path):
+        for name, weight in expected.weights[-1].items():
+            assert difference(trained[name], weight) == difference(after[name], weight) == 0.0
+            average = expected.final[name]
+            assert difference(average, weight) > 1e-3
+            # The average is moved by lerp in one, by two products in the other.
+            assert difference(within[name], average) < 1e-6 and difference(final[name], average) < 1e-6
+
+
+def test_the_cosine_is_torchs_after_its_warm_up() -> None:
+    parameters = nn.Linear(1, 1).parameters
+    ours = torch.optim.SGD(parameters(), lr=0.3)
+    scheduler = jobkit.schedule.cosine(ours, steps=50, warmup=10, floor=0.1)
+    theirs = torch.optim.SGD(parameters(), lr=0.3)
+    rising, falling = LinearLR(theirs, 0.1, total_iters=9), CosineAnnealingLR(theirs, 40, eta_min=0.03)
+    expected = SequentialLR(theirs, [rising, falling], [10])
+    for step in range(50):
+        rate = ours.param_groups[0]["lr"]
+        assert rate == pytest.approx(theirs.param_groups[0]["lr"], rel=1e-6)  # torch's is computed from step to step
+        if step >= 10:
+            assert rate == pytest.approx(0.03 + 0.27 * (1 + math.cos(math.pi * (step - 10) / 40)) / 2, rel=1e-12)
+        for optimizer, schedule in ((ours, scheduler), (theirs, expected)):
+            optimizer.step()
+            schedule.step()

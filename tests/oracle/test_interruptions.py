@@ -1,0 +1,103 @@
+"""An interrupted training under `ctx` ends as plain torch's that nothing interrupts, to the last bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness.ranks import make_context, run_ranks
+from oracle import plain, under_ctx
+from oracle.under_ctx import difference
+from torch.utils.data import DataLoader
+
+from jobkit.errors import Stopped
+from jobkit.group import RankGroup
+from jobkit.run.schema import CheckpointConfig
+from jobkit.worker.context import Context
+
+STEPS, SIZE = 9, 12
+EVERY_4 = CheckpointConfig(every=4, memory="off")
+
+
+def is_equal(one: plain.Arrays, other: plain.Arrays) -> bool:
+    return set(one) == set(other) and all(difference(one[name], other[name]) == 0.0 for name in one)
+
+
+def interrupt(ctx: Context, kind: str | None) -> bool:
+    """In step 6 ask for a stop, or leave the loop as by a kill: return True for that."""
+    if kind == "stop" and ctx.step == 6:
+        ctx._rank.page.ask_to_stop()
+    if kind == "kill" and ctx.step == 6:
+        ctx._checkpointer.wait()
+    return kind == "kill" and ctx.step == 6
+
+
+def uninterrupted(ranks: RankGroup) -> plain.Arrays:
+    return plain.train_uninterrupted(ranks, STEPS, SIZE)
+
+
+def attempt(ranks: RankGroup, folder: Path, number: int, kind: str | None) -> tuple[int, plain.Arrays | None]:
+    """Return the step in which an attempt began, and the weights if it came to the end."""
+    ctx = make_context(folder, ranks, under_ctx.config(checkpoint=EVERY_4, comm={"bucket_cap_mb": 1}), number)
+    model = ctx.parallelize(plain.crossed())
+    optimizer = ctx.optimizer(model, torch.optim.SGD, lr=0.05, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    loader = ctx.loader(plain.points(96), global_batch_size=SIZE, shuffle=False)
+    ctx.track(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
+    first = ctx.step
+    try:
+        for _ in ctx.steps(STEPS):
+            if interrupt(ctx, kind):
+                return first, None
+            ctx.backward(model, next(loader), plain.mse)
+            ctx.update(optimizer)
+            scheduler.step()
+    except Stopped:
+        return first, None
+    ctx.finish()
+    return first, plain.arrays(model.named_parameters())
+
+
+@pytest.mark.parametrize("kind", ["stop", "kill"])
+def test_three_ranks_of_ddp_end_with_the_weights_of_plain_torch(tmp_path: Path, kind: str) -> None:
+    expected = run_ranks(uninterrupted, 3)
+    assert {weights for _, weights in run_ranks(attempt, 3, tmp_path, 1, kind)} == {None}
+    for (first, weights), right in zip(run_ranks(attempt, 3, tmp_path, 2, None), expected, strict=True):
+        assert first == 4 if kind == "kill" else first in (7, 8)
+        assert weights is not None and is_equal(weights, right)
+
+
+def epochs(ranks: RankGroup, folder: Path, number: int, kind: str | None) -> tuple[Any, list[float]]:
+    """Return the weights, and numbers drawn in each step of this attempt."""
+    ctx = make_context(folder, ranks, under_ctx.config(checkpoint=EVERY_4, seed=None), number)
+    model, loader, drawn = ctx.parallelize(plain.dropped()), DataLoader(plain.points(24), batch_size=4), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    torch.manual_seed(7)
+    state = ctx.values(scale=1.0)
+    for _ in ctx.epochs(3, model=model, optimizer=optimizer):
+        state.scale *= 0.5
+        offset = state.scale * torch.rand(1)
+        for x, y in ctx.batches(loader):
+            if interrupt(ctx, kind):
+                return None, drawn
+            plain.mse(model(x + offset), y).backward()
+            drawn.append(torch.rand(()).item())
+            if (ctx.step + 1) % 3 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    return plain.arrays(model.named_parameters()), drawn
+
+
+def plain_epochs(ranks: RankGroup) -> tuple[plain.Arrays, list[float]]:
+    return plain.train_epochs(3)
+
+
+def test_an_epoch_that_is_broken_off_goes_on_with_its_draws_values_and_gradients(tmp_path: Path) -> None:
+    """The checkpoint of step 4 holds a gradient that no optimizer has used."""
+    (expected, drawn), *_ = run_ranks(plain_epochs, 1)
+    (_, first), *_ = run_ranks(epochs, 1, tmp_path, 1, "kill")
+    (weights, second), *_ = run_ranks(epochs, 1, tmp_path, 2, None)
+    assert first == drawn[:6] and second == drawn[4:]
+    assert is_equal(weights, expected)
