@@ -26,7 +26,7 @@ from jobkit.checkpoint.live import plain_module
 from jobkit.errors import InputError
 from jobkit.group import RankGroup
 from jobkit.run.disk import is_full
-from jobkit.run.files import as_plain, json_text, sync_folder, write_atomic
+from jobkit.run.files import as_plain, json_text, sync_file, sync_folder, write_atomic
 from jobkit.run.journal import read_status
 from jobkit.run.rundir import RunDir
 
@@ -64,6 +64,8 @@ def write_final(
         write_atomic(folder / "result.json", json_text(as_plain(result)))
         if run.config_file.exists():
             shutil.copyfile(run.config_file, folder / run.config_file.name)
+        for file in folder.iterdir():  # safetensors and shutil leave their bytes to the kernel
+            sync_file(file)
         sync_folder(folder)
         shutil.rmtree(run.final, ignore_errors=True)
         folder.rename(run.final)

@@ -16,7 +16,7 @@ import xxhash
 from jobkit.checkpoint.reading import Damaged, agreed
 from jobkit.errors import CheckpointError
 from jobkit.group import RankGroup
-from jobkit.run.files import foreign_owner
+from jobkit.run.files import foreign_owner, sync_folder
 from jobkit.run.rundir import FRAMEWORK
 
 if TYPE_CHECKING:
@@ -33,8 +33,11 @@ def write(folder: Path, save: Callable[[Path], object], ranks: RankGroup) -> Non
 
 
 def sums(folder: Path) -> dict[str, list[Any]]:
-    """Return size and checksum of each file, once the disk has it."""
+    """Return size and checksum of each file, once the disk has it and its name."""
     root = folder / FRAMEWORK
+    for path in (root, *root.rglob("*")):
+        if path.is_dir():
+            sync_folder(path)
     return {str(file.relative_to(root)): _facts(file, sync=True) for file in _files(root)}
 
 

@@ -73,7 +73,12 @@ def leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def sync_folder(folder: Path) -> None:
     """Return when the disk has the names in a folder: a rename is an entry of its folder."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    sync_file(folder)
+
+
+def sync_file(file: Path) -> None:
+    """Return when the disk has the bytes of a file that a library wrote."""
+    descriptor = os.open(file, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -22,7 +22,7 @@ from typing import Any
 from jobkit.errors import InputError, NoSuchRun
 from jobkit.run import records
 from jobkit.run.chain import predecessors
-from jobkit.run.files import foreign_owner, read_json, sync_folder
+from jobkit.run.files import foreign_owner, read_json, sync_file, sync_folder
 from jobkit.run.identity import run_name
 from jobkit.run.journal import read_status
 from jobkit.run.older import HINT
@@ -228,5 +228,4 @@ def _link_file(source: Path, target: Path, *, may_link: bool) -> None:
         except OSError:  # another disk, or one without links
             pass
     shutil.copyfile(source, target)
-    with target.open("rb") as file:
-        os.fsync(file.fileno())
+    sync_file(target)

@@ -10,16 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from harness.ranks import run_ranks
+from harness.ranks import make_context, run_ranks
 from safetensors.torch import load_file
 from torch import nn
 
 from jobkit.checkpoint.checkpointer import Checkpointer
+from jobkit.checkpoint.export import write_final
 from jobkit.checkpoint.live import Entry
 from jobkit.checkpoint.memory import RECORD
 from jobkit.checkpoint.staging import Place
-from jobkit.errors import CheckpointError, UsageError
-from jobkit.group import RankGroup
+from jobkit.errors import CheckpointError, LostLease, UsageError
+from jobkit.group import RankError, RankGroup
+from jobkit.run import records
+from jobkit.run.records import Lease
+from jobkit.run.rundir import RunDir
 
 
 class Own:
@@ -241,6 +245,63 @@ def test_disks_of_their_own_go_on_from_the_newest_step_that_all_have(tmp_path: P
     assert run_ranks(on_disks_of_their_own, 3, tmp_path / "newest", {1: newest}) == [1, 1, 1]
     answers = run_ranks(on_disks_of_their_own, 3, tmp_path / "all", {2: both})
     assert all("rank 2: none" in str(answer) for answer in answers), answers
+
+
+def snapshot(ranks: RankGroup, folder: Path, slots: list[tuple[int, int]]) -> None:
+    """A checkpoint of step 1, and a snapshot of step 2."""
+    save(ranks, folder, (1,))
+    model, optimizer = make_model(3)
+    checkpointer = make(ranks, folder, 2, slots[ranks.rank])
+    checkpointer.snapshot(2, entries(model, optimizer, Own(ranks.rank)), {}, 0)
+    checkpointer.snapshots.wait()
+    checkpointer.close()
+
+
+def found(ranks: RankGroup, folder: Path, slots: list[tuple[int, int]]) -> tuple[str, int]:
+    restored = make(ranks, folder, 3, slots[ranks.rank]).restored
+    assert restored is not None
+    return restored.where, restored.step
+
+
+def test_a_snapshot_is_for_as_many_ranks_as_took_it_and_others_take_the_checkpoint(tmp_path: Path) -> None:
+    slots = [(os.memfd_create("first"), os.memfd_create("second")) for _ in range(3)]
+    run_ranks(snapshot, 3, tmp_path, slots)
+    assert run_ranks(found, 3, tmp_path, slots) == [("memory", 2)] * 3
+    assert run_ranks(found, 2, tmp_path, slots) == [("disk", 1)] * 2
+
+
+def without_the_lease(ranks: RankGroup, folder: Path) -> list[str]:
+    """Return what an attempt may still write, once another has begun on the nodes that this one lost."""
+    rank = make_context(folder, ranks)._rank
+    run, model = rank.run, nn.Linear(2, 2)
+    place = Place(ranks.rank, ranks.world_size, ranks.world_size)
+    checkpointer = Checkpointer(run.checkpoints, ranks, place, attempt=1, keep=1, check_lease=rank.check_lease)
+    first = checkpointer.stage(1, [Entry(name="model", live=model)], {})
+    checkpointer.write(first, wait=True)
+    if ranks.is_main:
+        records.write(run.lease_file, Lease(attempt=2, writer="other", token="t", job_id="2"))
+    ranks.barrier()
+
+    def write() -> None:
+        checkpointer.write(checkpointer.stage(2, [Entry(name="model", live=model)], {}), wait=True)
+
+    refused = []
+    for action in (
+        write,
+        lambda: checkpointer.mark_best(first, 0.5),
+        lambda: write_final(run, {"model": model}, None, ranks, rank.check_lease),
+    ):
+        with pytest.raises((LostLease, RankError)) as error:
+            action()
+        refused.append(error.typename)
+    return refused
+
+
+def test_an_attempt_without_the_lease_publishes_no_checkpoint_no_best_one_and_no_weights(tmp_path: Path) -> None:
+    assert run_ranks(without_the_lease, 3, tmp_path) == [["LostLease"] * 3, ["RankError"] * 3, ["RankError"] * 3]
+    run = RunDir(tmp_path / "test-01234567")
+    assert (run.durable_steps(), run.final.exists()) == ([1], False)
+    assert sorted(entry.name for entry in run.checkpoints.iterdir() if entry.is_symlink()) == ["latest"]
 
 
 def differs(ranks: RankGroup, folder: Path) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from jobkit.checkpoint.checkpointer import Checkpointer
+from jobkit.checkpoint.free_memory import free_bytes
 from jobkit.checkpoint.live import Entry
 from jobkit.checkpoint.memory import RECORD
 from jobkit.checkpoint.staging import Place
@@ -156,6 +157,39 @@ def test_a_group_alone_agrees_with_itself() -> None:
     assert ranks.gather("x") == ["x"]
     assert ranks.broadcast("x") == "x"
     assert ranks.maximum(1, 2.5) == [1.0, 2.5]
+
+
+@pytest.mark.parametrize(("ranks", "free", "fits"), [(1, 1.3, True), (1, 0.9, False), (3, 3.9, True), (3, 2.7, False)])
+def test_two_snapshots_of_all_ranks_of_a_node_take_a_quarter_of_its_free_memory_or_there_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, free: float, fits: bool
+) -> None:
+    """`free` is in times of eight states of one rank: four times two."""
+    state = nn.Linear(1 << 12, 1 << 10)  # 16 MiB, and the slots grow by 4
+    monkeypatch.setattr("jobkit.checkpoint.memory.free_bytes", lambda: int(free * 8 * (16 << 20)))
+    slots, place = (os.memfd_create("first"), os.memfd_create("second")), Place(0, ranks, ranks)
+    checkpointer = Checkpointer(tmp_path, RankGroup.alone(), place, attempt=1, keep=1, slots=slots)
+    entry = Entry(name="own", live=Values({"weight": state.weight}), scope="rank")
+    assert (checkpointer.snapshot(1, [entry], {}, 0) is not None) == fits
+    checkpointer.close()
+    assert (sum(os.fstat(slot).st_size for slot in slots) > 0) == checkpointer.snapshots.is_on == fits
+
+
+def test_the_free_memory_of_a_job_is_what_the_groups_above_it_leave(tmp_path: Path) -> None:
+    files = {
+        "proc/meminfo": "MemTotal: 900 kB\nMemAvailable:    800 kB\n",
+        "proc/self/cgroup": "0::/slurm/job_7\n",
+        "sys/fs/cgroup/slurm/memory.max": "500000",
+        "sys/fs/cgroup/slurm/memory.current": "200000",
+        "sys/fs/cgroup/slurm/memory.stat": "anon 7\ninactive_file 30000\n",
+        "sys/fs/cgroup/slurm/job_7/memory.max": "max",
+        "sys/fs/cgroup/slurm/job_7/memory.current": "100",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert free_bytes(tmp_path) == 330_000
+    (tmp_path / "sys/fs/cgroup/slurm/memory.max").write_text("max")
+    assert free_bytes(tmp_path) == 800 << 10
 
 
 def test_snapshots_of_a_list_that_grows_beyond_the_tensors_go_on(tmp_path: Path) -> None:

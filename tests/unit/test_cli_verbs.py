@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import math
@@ -20,7 +21,7 @@ from typing import Any
 import pytest
 from harness.journals import START, TOKEN, began, ended, finished, make_run, submitted
 
-from jobkit.cli import cancel, preempt
+from jobkit.cli import cancel, preempt, wait
 from jobkit.cli.main import VERBS, main
 from jobkit.cli.status import describe, slow_ranks
 from jobkit.errors import SchedulerTimeout
@@ -296,6 +297,13 @@ def test_wait_gives_up_in_time(tmp_path: Path) -> None:
     run = make_run(tmp_path, NAME, submitted(), began())
     with run.alive_lock():
         assert main(["wait", NAME, "--timeout", "1s"]) == 124
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("60", 60), ("10min", 600), ("2h", 7200)])
+def test_a_bare_number_is_of_seconds_where_somebody_waits(text: str, seconds: int) -> None:
+    parser = argparse.ArgumentParser()
+    wait.add_arguments(parser)
+    assert parser.parse_args([NAME, "--timeout", text]).timeout == seconds
 
 
 # cancel and preempt
