@@ -10,20 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from harness.ranks import make_context, run_ranks
+from harness.ranks import run_ranks
 from safetensors.torch import load_file
 from torch import nn
 
 from jobkit.checkpoint.checkpointer import Checkpointer
-from jobkit.checkpoint.export import write_final
 from jobkit.checkpoint.live import Entry
 from jobkit.checkpoint.memory import RECORD
 from jobkit.checkpoint.staging import Place
-from jobkit.errors import CheckpointError, LostLease, UsageError
-from jobkit.group import RankError, RankGroup
-from jobkit.run import records
-from jobkit.run.records import Lease
-from jobkit.run.rundir import RunDir
+from jobkit.errors import CheckpointError, UsageError
+from jobkit.group import RankGroup
 
 
 class Own:
@@ -268,40 +264,6 @@ def test_a_snapshot_is_for_as_many_ranks_as_took_it_and_others_take_the_checkpoi
     run_ranks(snapshot, 3, tmp_path, slots)
     assert run_ranks(found, 3, tmp_path, slots) == [("memory", 2)] * 3
     assert run_ranks(found, 2, tmp_path, slots) == [("disk", 1)] * 2
-
-
-def without_the_lease(ranks: RankGroup, folder: Path) -> list[str]:
-    """Return what an attempt may still write, once another has begun on the nodes that this one lost."""
-    rank = make_context(folder, ranks)._rank
-    run, model = rank.run, nn.Linear(2, 2)
-    place = Place(ranks.rank, ranks.world_size, ranks.world_size)
-    checkpointer = Checkpointer(run.checkpoints, ranks, place, attempt=1, keep=1, check_lease=rank.check_lease)
-    first = checkpointer.stage(1, [Entry(name="model", live=model)], {})
-    checkpointer.write(first, wait=True)
-    if ranks.is_main:
-        records.write(run.lease_file, Lease(attempt=2, writer="other", token="t", job_id="2"))
-    ranks.barrier()
-
-    def write() -> None:
-        checkpointer.write(checkpointer.stage(2, [Entry(name="model", live=model)], {}), wait=True)
-
-    refused = []
-    for action in (
-        write,
-        lambda: checkpointer.mark_best(first, 0.5),
-        lambda: write_final(run, {"model": model}, None, ranks, rank.check_lease),
-    ):
-        with pytest.raises((LostLease, RankError)) as error:
-            action()
-        refused.append(error.typename)
-    return refused
-
-
-def test_an_attempt_without_the_lease_publishes_no_checkpoint_no_best_one_and_no_weights(tmp_path: Path) -> None:
-    assert run_ranks(without_the_lease, 3, tmp_path) == [["LostLease"] * 3, ["RankError"] * 3, ["RankError"] * 3]
-    run = RunDir(tmp_path / "test-01234567")
-    assert (run.durable_steps(), run.final.exists()) == ([1], False)
-    assert sorted(entry.name for entry in run.checkpoints.iterdir() if entry.is_symlink()) == ["latest"]
 
 
 def differs(ranks: RankGroup, folder: Path) -> str:

@@ -11,15 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+from harness.ranks import make_rank
 from torch import nn
 
 from jobkit.checkpoint.checkpointer import Checkpointer
+from jobkit.checkpoint.export import write_final
 from jobkit.checkpoint.free_memory import free_bytes
 from jobkit.checkpoint.live import Entry
 from jobkit.checkpoint.memory import RECORD
 from jobkit.checkpoint.staging import Place
-from jobkit.errors import CheckpointError, JobkitError
+from jobkit.errors import CheckpointError, JobkitError, LostLease
 from jobkit.group import RankGroup
+from jobkit.run import records
+from jobkit.run.records import Lease
 from jobkit.train.optim import EmaAdamW
 
 
@@ -157,6 +161,25 @@ def test_a_group_alone_agrees_with_itself() -> None:
     assert ranks.gather("x") == ["x"]
     assert ranks.broadcast("x") == "x"
     assert ranks.maximum(1, 2.5) == [1.0, 2.5]
+
+
+def test_an_attempt_without_the_lease_publishes_no_checkpoint_no_best_one_and_no_weights(tmp_path: Path) -> None:
+    rank, model = make_rank(tmp_path), nn.Linear(2, 2)
+    run, check = rank.run, rank.check_lease
+    records.write(run.lease_file, Lease(attempt=1, writer="w", token="t", job_id="1"))
+    checkpointer = Checkpointer(run.checkpoints, RankGroup.alone(), Place(), attempt=1, keep=1, check_lease=check)
+    first = checkpointer.stage(1, entries(model), {})
+    checkpointer.write(first, wait=True)
+    records.write(run.lease_file, Lease(attempt=2, writer="other", token="t", job_id="2"))
+    for action in (
+        lambda: checkpointer.mark_best(first, 0.5),
+        lambda: write_final(run, {"model": model}, None, RankGroup.alone(), check),
+        lambda: checkpointer.write(checkpointer.stage(2, entries(model), {}), wait=True),
+    ):
+        with pytest.raises(LostLease):
+            action()
+    assert (run.durable_steps(), run.final.exists()) == ([1], False)
+    assert [entry.name for entry in run.checkpoints.iterdir() if entry.is_symlink()] == ["latest"]
 
 
 @pytest.mark.parametrize(("ranks", "free", "fits"), [(1, 1.3, True), (1, 0.9, False), (3, 3.9, True), (3, 2.7, False)])
