@@ -65,6 +65,8 @@ def test_a_second_ctrl_c_kills_a_rank_that_ignores_the_first(project: Project) -
     launch.wait_for_step(launch.step + 20)  # it ignores that
     process.send_signal(signal.SIGINT)
     assert process.wait() == 75
+    request = launch.run.request("stop")
+    assert request is not None and request.grace == 0.0
     assert not is_alive(rank)
     assert (launch.status.state, launch.causes) == ("interrupted", ["stopped"])
 

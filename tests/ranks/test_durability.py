@@ -16,8 +16,12 @@ from jobkit.worker.ending import run_recorded
 CONFIG = Config(name="test", task="module:function", checkpoint=CheckpointConfig(every=2, memory="off", keep=1))
 
 
-def attempt(ranks: RankGroup, folder: Path, number: int) -> int:
+def attempts(ranks: RankGroup, folder: Path) -> list[int]:
     """The first attempt is told to stop within step 5; the second goes on to step 8, and finishes."""
+    return [attempt(ranks, folder, number) for number in (1, 2)]
+
+
+def attempt(ranks: RankGroup, folder: Path, number: int) -> int:
     ctx = make_context(folder, ranks, CONFIG, number)
 
     def program() -> None:
@@ -33,8 +37,7 @@ def attempt(ranks: RankGroup, folder: Path, number: int) -> int:
 
 def save(folder: Path) -> None:
     """What is traced."""
-    assert run_ranks(attempt, 3, folder, 1) == [75] * 3
-    assert run_ranks(attempt, 3, folder, 2) == [0] * 3
+    assert run_ranks(attempts, 3, folder) == [[75, 0]] * 3
 
 
 def test_each_file_of_a_save_and_each_name_is_on_the_disk_before_anything_relies_on_it(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
 def test_ranks_train_on_while_job_sh_lives(local: Scene) -> None:
     local.link.silent_seconds = 3600.0
     with local.run.alive_lock():
-        assert local.go_on()
+        assert local.go_on() and local.go_on()
     assert local.children.stopped == 0
 
 

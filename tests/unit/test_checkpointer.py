@@ -61,7 +61,7 @@ def test_the_best_checkpoint_stays_beside_the_newest(tmp_path: Path, mode: str, 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
 def test_a_disk_without_room_for_a_byte_stops_no_training(tmp_path: Path) -> None:
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=9m", "tmpfs", str(tmp_path)], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=9m,nr_inodes=100", "tmpfs", str(tmp_path)], check=True)
     try:
         checkpointer, tracked = make(tmp_path / "checkpoints"), entries(nn.Linear(500, 500))
         checkpointer.mark_best(checkpointer.stage(1, tracked, {}), 0.5)
@@ -75,7 +75,11 @@ def test_a_disk_without_room_for_a_byte_stops_no_training(tmp_path: Path) -> Non
         checkpointer.mark_best(pending, 0.4)  # not even the metric finds room
         checkpointer.write(checkpointer.stage(3, tracked, {}))
         checkpointer.mark_best(checkpointer.stage(4, tracked, {}), 0.3)
-        assert all(outcome.is_full for outcome in checkpointer.collect()[2:])
+        with pytest.raises(OSError, match="No space left"):
+            for number in range(100):
+                (tmp_path / str(number)).touch()
+        checkpointer.write(checkpointer.stage(5, tracked, {}))  # there is no room for a folder either
+        assert [outcome.is_full for outcome in checkpointer.collect()[2:]] == [True] * 3
         assert (checkpointer.store.steps(), checkpointer.store.best()) == ([2, 1], (1, 0.5))
         assert checkpointer.is_better(0.45)
     finally:

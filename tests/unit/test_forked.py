@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness.runs import wait_until
 
 from jobkit.run.rundir import RunDir
 from jobkit.run.schema import Resources
 from jobkit.run.slots import Page
 from jobkit.supervisor.protocol import RankPlace, Start
 from jobkit.worker import processes
+from jobkit.worker.children import send
 from jobkit.worker.cpus import share_of
 from jobkit.worker.forked import become_rank, run_and_end
 from jobkit.worker.rendezvous import environment_of
@@ -149,5 +151,7 @@ def test_a_rank_dies_with_its_agent(tmp_path: Path) -> None:
     assert processes.lives(rank)
     os.kill(agent, signal.SIGKILL)
     os.waitpid(agent, 0)
-    while processes.lives(rank):
-        pass
+    try:
+        wait_until(lambda: not processes.lives(rank), "the end of the rank")
+    finally:
+        send(rank[0], signal.SIGKILL)

@@ -41,9 +41,9 @@ def test_trimming_keeps_the_newest_and_the_best(store: Store) -> None:
 
 
 def test_the_oldest_gives_way_but_never_the_newest(store: Store) -> None:
-    publish(store, 1, 2, 3)
-    assert [store.make_room({1}), store.make_room({1})] == [2, None]
-    assert store.steps() == [3, 1]
+    publish(store, 1, 2, 3, 4)
+    assert [store.make_room({1}) for _ in range(3)] == [2, 3, None]
+    assert store.steps() == [4, 1]
 
 
 def test_leftovers_of_killed_writers_are_cleaned(store: Store) -> None:
