@@ -154,3 +154,18 @@ def test_a_run_that_another_user_may_have_changed_is_not_continued(tmp_path: Pat
     with pytest.raises(InputError) as caught:
         checks.refuse_foreign(run)
     assert caught.value.file == run.path / name
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
+@pytest.mark.parametrize("name", ["config.yaml", "submitit/submitted.pkl", "code"])
+def test_no_rank_executes_what_another_user_wrote(tmp_path: Path, name: str) -> None:
+    run = RunDir(tmp_path / "toy-12345678")
+    for folder in (run.submitit, run.code):
+        folder.mkdir(parents=True)
+    for file in (run.config_file, run.pickle_file):
+        file.touch()
+    run.refuse_foreign()
+    os.chown(run.path / name, 65534, -1)
+    with pytest.raises(InputError) as caught:
+        run.refuse_foreign()
+    assert caught.value.file == run.path / name

@@ -21,9 +21,10 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
         (folder / "src").mkdir(parents=True)
         for name in ("train.py", "helper.py", "src/package.py", "run.sh"):
             (folder / name).write_text(f"where = {folder.name!r}\n")
-        (folder / "train.py").write_text(
-            "import sys, helper, package\nprint(helper.where, package.where, sys.argv[1:])\n"
-        )
+        (folder / "tools").mkdir()
+        for program in ("train.py", "tools/train.py"):
+            text = "import sys, helper, package\nprint(helper.where, package.where, sys.argv[1:])\n"
+            (folder / program).write_text(text)
     (source / "data.py").write_text("not in the snapshot")
     return code, source
 
@@ -47,11 +48,11 @@ def test_programs_come_from_the_snapshot(folders: tuple[Path, Path], typed: list
     assert in_snapshot(typed, code, source) == words
 
 
-@pytest.mark.parametrize("typed", [["python", "train.py", "a"], ["python", "-u", "-m", "train", "a"]])
+@pytest.mark.parametrize("typed", [["train.py", "a"], ["-u", "-m", "train", "a"], ["tools/train.py", "a"]])
 def test_a_python_imports_from_the_snapshot(folders: tuple[Path, Path], typed: list[str]) -> None:
     code, source = folders
     before = {**os.environ, "PYTHONPATH": f"{source}{os.pathsep}src"}
-    words = [sys.executable, *in_snapshot(typed, code, source)[1:]]
+    words = [sys.executable, *in_snapshot(["python", *typed], code, source)[1:]]
     environment = {**before, **snapshot_path.environment(code, source, before)}
     done = subprocess.run(words, cwd=source, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "code code ['a']\n"
