@@ -81,6 +81,14 @@ def test_preempt_continues_by_itself_and_cancel_does_not(project: Project) -> No
     assert progress is not None and progress.first_step == saved
 
 
+def test_a_time_limit_on_this_machine_ends_an_attempt_and_the_next_one_continues(project: Project) -> None:
+    launch = project.submit("--local", "--detach", "resources.time=6s", steps=100_000)
+    launch.wait_for_attempt(2).end_training().wait_until_over()
+    first, second = launch.ends[:2]
+    assert (launch.status.state, first.cause, first.next) == ("finished", "timeout", "in_place")
+    assert second.first_step == first.durable_step is not None
+
+
 def test_a_moved_project_resumes(project: Project) -> None:
     launch = project.submit("--local", "--detach", steps=100_000).wait_for_step(10)
     project.jobkit("cancel", "-y", launch.run.name)

@@ -55,6 +55,8 @@ def train(rank):
         rank.report(step=step)
         if rank.stop_asked:
             rank.beat(step, Phase.SAVING)
+            (rank.run.path / "saves").touch()
+            time.sleep(rank.params.get("save_seconds", 0))
             raise Stopped
         if rank.params.get("fails") and step == 3:
             subprocess.Popen(["sleep", "1000"], start_new_session=True)
@@ -317,6 +319,17 @@ def test_a_rank_that_hangs_is_silent_and_shows_its_stacks(make: Make) -> None:
     wait_until(lambda: "toy_task.py" in log.read_text())
     supervisor.send(Signal(attempt=1, name="KILL", unless_saving=True))
     assert supervisor.expect(Exited).code == -signal.SIGKILL
+
+
+def test_a_rank_that_saves_is_not_killed_with_those_that_do_not(make: Make) -> None:
+    supervisor = make(params={"steps": 100_000, "save_seconds": 2})
+    supervisor.expect(Ready)
+    supervisor.start(1, 1)
+    supervisor.wait_for_step(3)
+    supervisor.send(Signal(attempt=1, name="STOP"))
+    wait_until((supervisor.run.path / "saves").exists)
+    supervisor.send(Signal(attempt=1, name="KILL", unless_saving=True))
+    assert supervisor.expect(Exited).code == 75
 
 
 @pytest.mark.parametrize("config", [{"preload": ["exits"]}, {"task": "exits:train"}])
