@@ -34,14 +34,13 @@ SLOW_DISK = "20ms"
 """What an fsync takes at least: whoever does not wait for it is seen."""
 
 _CALL = re.compile(r"(\w+)\((.*)\) += (\d+)")
-_EXIT = re.compile(r"\+\+\+ (?:exited with|killed by) (\w+)")
 _FILE = re.compile(r"\d+<(/[^>]*)>")
 _NAME = re.compile(r'(?:\w+<([^>]*)>, )?"([^"]*)"')
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call that has succeeded, or `exit`."""
+    """A call that has succeeded."""
 
     process: int
     name: str
@@ -54,7 +53,7 @@ def traced(words: Sequence[str], folder: Path, **options: Any) -> Iterator[Call]
     """Run a program, and yield the calls of it and of its children, in the order in which they returned."""
     skip_without_strace()
     record = folder / "strace"
-    calls = ",".join([*WRITES, *SYNCS, *MAKES, *MOVES, *REMOVES])
+    calls = ",".join(f"?{call}" for call in (*WRITES, *SYNCS, *MAKES, *MOVES, *REMOVES))  # ?: some processors lack it
     strace = ["strace", "-f", "-y", "-s0", "--seccomp-bpf", "-esignal=none", f"-etrace={calls}", f"-o{record}"]
     strace.append(f"-einject={','.join(SYNCS)}:delay_enter={SLOW_DISK}")
     options.setdefault("env", {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
@@ -68,16 +67,15 @@ def traced(words: Sequence[str], folder: Path, **options: Any) -> Iterator[Call]
             begun[process] = text.removesuffix("<unfinished ...>")
             continue
         if text.startswith("<... "):
-            text = begun.pop(process) + text.partition("resumed>")[2]
-        if match := _EXIT.match(text):
-            yield Call(int(process), "exit", (), match[1])
-        elif match := _CALL.match(text):
-            name, arguments = match[1], match[2]
-            if name.startswith("open") and not re.search("O_CREAT|O_TRUNC", arguments):
-                continue
-            found = _FILE.match(arguments) if name in (*WRITES, *SYNCS) else None
-            paths = [Path(found[1])] if found else [Path(at or "/", path) for at, path in _NAME.findall(arguments)]
-            yield Call(int(process), name, tuple(paths), arguments)
+            text = begun.pop(process, "") + text.partition("resumed>")[2]
+        if not (match := _CALL.match(text)):
+            continue
+        name, arguments = match[1], match[2]
+        if name.startswith("open") and not re.search("O_CREAT|O_TRUNC", arguments):
+            continue
+        found = _FILE.match(arguments) if name in (*WRITES, *SYNCS) else None
+        paths = [Path(found[1])] if found else [Path(at or "/", path) for at, path in _NAME.findall(arguments)]
+        yield Call(int(process), name, tuple(paths), arguments)
 
 
 def skip_without_strace() -> None:
