@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 from collections.abc import Callable, Generator, Iterator
@@ -46,6 +47,24 @@ def pytest_configure() -> None:
 def slurm_settings() -> dict[str, Any]:
     """Of the cluster that all share: a requeued job waits 5 seconds there, and 120 by default."""
     return {"cred_expire": 5}
+
+
+@pytest.fixture(scope="session")
+def once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Make a folder once for all xdist workers: `once("name", make)` returns it, after `make(folder)`."""
+    ours = tmp_path_factory.getbasetemp()
+    shared = ours.parent if hasattr(request.config, "workerinput") else ours
+
+    def folder_of(name: str, make: Callable[[Path], object]) -> Path:
+        with (shared / f"{name}.made").open("a+") as made:
+            fcntl.flock(made, fcntl.LOCK_EX)
+            if made.tell() == 0:
+                (shared / name).mkdir(exist_ok=True)
+                make(shared / name)
+                made.write("made")
+        return shared / name
+
+    return folder_of
 
 
 @pytest.fixture

@@ -159,6 +159,24 @@ class Launch:
     def wait_until_over(self) -> Launch:
         return self.wait_until(lambda me: me.status.is_over, "the end of the run")
 
+    def assert_repeated(self, *rows: str) -> None:
+        """Compare what each attempt that trained has repeated with `none` or `since the checkpoint`, exactly.
+
+        By the disk alone: the steps that the scripted rank 0 wrote down, and the names of its checkpoints.
+        """
+        done: dict[int, list[int]] = {}
+        for line in (self.run.outputs / "steps").read_text().splitlines():
+            attempt, step = map(int, line.split())
+            done.setdefault(attempt, []).append(step)
+        names = sorted(int(folder.name.removeprefix("step_")) for folder in self.run.checkpoints.glob("step_*"))
+        count = 0
+        for row, steps in zip(("none", *rows), done.values(), strict=True):
+            *older, newest = [0, 0, *(name for name in names if name <= count)]
+            saved = {newest, older[-1]} if newest == count else {newest}  # it may have died before it saved this step
+            assert steps[0] in ({count} if row == "none" else saved), (row, count, names, done)
+            assert steps == list(range(steps[0], steps[0] + len(steps)))
+            count = max(count, steps[-1] + 1)
+
     # Its processes
 
     def rank_pid(self, rank: int) -> int:
@@ -171,6 +189,11 @@ class Launch:
             return int(pid) if attempt is not None and number == str(attempt.number) and pid else 0
 
         return wait_until(look, f"rank {rank} to begin")
+
+    def rank_nodes(self, ranks: int) -> list[str]:
+        """Return the node of each rank of the newest attempt, by the variable that Slurm gave its agent."""
+        environments = [Path(f"/proc/{self.rank_pid(rank)}/environ").read_text() for rank in range(ranks)]
+        return [text.partition("SLURMD_NODENAME=")[2].partition("\0")[0] for text in environments]
 
     def page(self, rank: int) -> Page:
         """Return the page of a rank of the newest attempt: what it says there no disk can hold up."""

@@ -3,26 +3,32 @@ a finished run gives to others."""
 
 from __future__ import annotations
 
+import hashlib
+import io
+import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from harness.runs import Launch, Project
-from harness.training import points, result
-from torch import nn
+from harness.training import curve, points, result
+from PIL import Image, ImageSequence
+from safetensors.torch import load_file
 
 import jobkit
 from jobkit.errors import InputError
+from jobkit.run.rundir import RunDir
 
 TASK = """\
+import os
 import time
 import torch
 from torch import nn
 import jobkit
 from training_task import digest, mark, pause
-
-SEED = 5623625283957523004
 
 def by_boundary(ctx):
     mark(ctx)
@@ -59,50 +65,54 @@ class Tied(nn.Module):
         return self.second(self.first(x))
 
 def uses_everything(ctx):
-    assert jobkit.current() is ctx
-    assert (ctx.world_size, ctx.rank in (0, 1), ctx.local_rank) == (2, True, 0)  # each on a node of its own
-    assert (ctx.is_main, ctx.attempt, ctx.seed, ctx.params.steps) == (ctx.rank == 0, 1, 3, 60)
-    assert (ctx.device.type, torch.distributed.get_backend()) == ("cpu", "gloo")
-    assert torch.is_deterministic_algorithms_warn_only_enabled()
-    assert jobkit.derive_seed(ctx.seed, "noise") == SEED
+    outputs = ctx.run_dir / "outputs"
+    seen = {name: getattr(ctx, name) for name in ("seed", "rank", "local_rank", "world_size", "is_main", "run_dir")}
+    seen |= {"params": dict(ctx.params), "device": str(ctx.device), "current": type(ctx).current() is ctx}
+    seen |= {"jobkit.current": jobkit.current() is ctx, "backend": torch.distributed.get_backend()}
+    seen["deterministic"] = torch.is_deterministic_algorithms_warn_only_enabled()
+    seen["derive_seed"] = [jobkit.derive_seed(ctx.seed, "noise"), jobkit.derive_seed(ctx.seed, "order")]
+    seen["place"] = (torch.distributed.get_rank(), torch.distributed.get_world_size(), os.getpid())
     with ctx.main_first():
-        if ctx.is_main:
-            (ctx.run_dir / "outputs" / "prepared").mkdir()
-        assert (ctx.run_dir / "outputs" / "prepared").exists()
+        seen["prepared"] = (outputs / "prepared").exists()
+        time.sleep(0.3 * ctx.is_main)
+        (outputs / "prepared").touch()
+    if ctx.is_main:
+        time.sleep(0.3)
+        (outputs / "before the barrier").touch()
+    ctx.barrier()
+    seen["barrier"] = (outputs / "before the barrier").exists()
     model = ctx.parallelize(Tied())
     optimizer = ctx.optimizer(model, jobkit.optim.EmaAdamW, lr=0.1)
     ctx.track(model=model, optimizer=optimizer)
     data = torch.arange(30.0).reshape(10, 3)
+    seen["steps"] = []
+    average = model.module.first.weight.detach().clone()
     for step in ctx.steps(5):
-        assert step == ctx.step
+        seen["steps"].append((step, ctx.step))
         with ctx.autocast():
             loss = model(data).square().mean()
         loss.backward()
         ctx.update(optimizer)
+        average = average.lerp(model.module.first.weight.detach(), 1 - (2 + step) / (11 + step))
         if step == 2:
             ctx.log({"train/loss": loss})
-            ctx.log_image("image", torch.rand(3, 4, 4))
-            ctx.log_video("video", torch.rand(3, 1, 4, 4))
+            ctx.log_image("image", torch.linspace(0, 1, 16).reshape(1, 4, 4))
+            ctx.log_video("video", torch.linspace(0, 1, 3).reshape(3, 1, 1, 1).expand(3, 1, 4, 4))
             ctx.log_text("text", "words")
-    before = model(data)
+    weight = model.module.first.weight
+    seen |= {"weight": weight.detach().clone(), "average": average, "data": data}
     with ctx.averaged(optimizer):
-        averaged = model(data)
-    assert torch.equal(model(data), before) and not torch.equal(averaged, before)
+        seen["averaged"] = weight.detach().clone()
+    seen["after"] = weight.detach().clone()
 
-    def outputs(batch, ids):
-        with torch.no_grad():
-            return {"y": model.module(batch), "id": ids}
+    def name(batch, ids):
+        return {"y": batch.sum(1), "id": ids}
 
-    folder = ctx.run_dir / "outputs" / "mapped"
-    everywhere = ctx.map(outputs, data, to="all", batch_size=3)
-    here = ctx.map(outputs, data, batch_size=3)
-    ctx.map(outputs, data, to=folder, batch_size=3)
-    ctx.barrier()
-    parts = [torch.load(file)["id"] for file in sorted(folder.glob("batch_*.pt"))]
-    assert torch.cat(parts).tolist() == everywhere["id"].tolist() == list(range(10))
-    assert torch.equal(everywhere["y"], before) and (here is None) == (ctx.rank > 0)
-    samples = ctx.evaluate_samples(lambda batch, ids: batch[:, 0], data, batch_size=3)
-    assert samples.tolist() == data[:, 0].tolist()
+    seen["everywhere"] = ctx.map(name, data, to="all", batch_size=3)
+    seen["here"] = ctx.map(name, data, batch_size=3)
+    ctx.map(name, data, to=outputs / "mapped", batch_size=3)
+    seen["samples"] = ctx.evaluate_samples(lambda batch, ids: batch[:, 0], data, batch_size=3)
+    torch.save(seen, outputs / f"seen_{ctx.rank}.pt")
     return {"mean": ctx.evaluate(lambda batch, ids: {"x": batch[:, 0]}, data, batch_size=4)["x"]}
 """
 
@@ -125,21 +135,155 @@ def test_a_foreign_loop_with_its_own_files_goes_on_exactly(tmp_path: Path) -> No
     assert points(launch, "train/loss") == list(range(60))
 
 
-def test_every_part_of_the_context_on_two_ranks(tmp_path: Path) -> None:
-    imports = tmp_path / "imports"
-    (tmp_path / "counted.py").write_text(f"import os\nopen({str(imports)!r}, 'a').write(f'{{os.getpid()}}\\n')\n")
-    keys = ("preload=[counted]", "deterministic=warn", "backend=gloo", "device=cpu", "seed=3", "resources.nodes=2")
-    launch = run(tmp_path, "uses_everything", 1, *keys)
-    assert result(launch) == {"mean": 13.5}
-    assert len(imports.read_text().split()) == 1  # by the agent, before it forked two ranks
-    assert [points(launch, tag) for tag in ("train/loss", "image", "video", "text/text_summary")] == [[2]] * 4
-    opened = jobkit.open_run(launch.run.path)
-    assert (opened.result, opened.params["steps"]) == ({"mean": 13.5}, 60)
-    assert (opened.config.seed, opened.config.preload) == (3, ["counted"])
-    weights = opened.weights()
-    assert torch.equal(weights["first.weight"], weights["second.weight"])
-    module = nn.Module()
-    module.first, module.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
-    module.load_state_dict(weights)
+@pytest.fixture(scope="session")
+def everything(once: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    """A finished run of two ranks, each on a node of its own, which wrote down all that ctx gave it."""
+
+    def make(folder: Path) -> None:
+        (folder / "counted.py").write_text(f"import os\nopen({str(folder / 'imports')!r}, 'a').write('imported\\n')\n")
+        keys = ("preload=[counted]", "deterministic=warn", "backend=gloo", "device=cpu", "seed=3", "resources.nodes=2")
+        result(run(folder, "uses_everything", 1, *keys))
+
+    folder = once("everything", make)
+    (path,) = (folder / "runs").glob("context-*")
+    return Launch(Project(tmp_path_factory.mktemp("reader")), RunDir(path))
+
+
+@pytest.fixture
+def seen(everything: Launch) -> list[dict[str, Any]]:
+    """What each rank wrote down."""
+    return [torch.load(everything.run.outputs / f"seen_{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+SAYS: dict[str, list[Any]] = {
+    "params": [{"steps": 60}] * 2,
+    "seed": [3, 3],
+    "rank": [0, 1],
+    "local_rank": [0, 0],  # each on a node of its own
+    "world_size": [2, 2],
+    "is_main": [True, False],
+    "device": ["cpu", "cpu"],
+    "backend": ["gloo", "gloo"],
+    "deterministic": [True, True],
+    "current": [True, True],
+    "jobkit.current": [True, True],
+    "prepared": [False, True],
+    "barrier": [True, True],
+    "steps": [[(step, step) for step in range(5)]] * 2,
+}
+"""What both ranks find; `prepared`: what rank 0 makes in `main_first`, `barrier`: what it makes before it."""
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_the_context_says(seen: list[dict[str, Any]], name: str) -> None:
+    assert [rank[name] for rank in seen] == SAYS[name]
+
+
+def test_ranks_are_processes_of_one_group_of_torch(seen: list[dict[str, Any]], everything: Launch) -> None:
+    assert [rank["place"][:2] for rank in seen] == [(0, 2), (1, 2)]
+    assert len({rank["place"][2] for rank in seen}) == 2
+    assert everything.status.attempts[0].began.ranks == 2
+
+
+def test_the_run_directory_is_where_the_journal_is(seen: list[dict[str, Any]], everything: Launch) -> None:
+    assert [rank["run_dir"] for rank in seen] == [everything.run.path] * 2
+
+
+def test_a_module_is_preloaded_once_by_the_agent(everything: Launch) -> None:
+    assert (everything.run.path.parents[1] / "imports").read_text() == "imported\n", "before it forked two ranks"
+
+
+def test_a_seed_is_derived_as_it_ever_was(seen: list[dict[str, Any]]) -> None:
+    """By the formula of the first release: a run that was begun then goes on with the same noise."""
+    expected = [
+        int.from_bytes(hashlib.blake2b(repr((3, word)).encode(), digest_size=8).digest(), "little") >> 1
+        for word in ("noise", "order")
+    ]
+    assert [rank["derive_seed"] for rank in seen] == [expected] * 2
+
+
+def test_averaged_shows_the_average_inside_alone(seen: list[dict[str, Any]]) -> None:
+    for rank in seen:
+        torch.testing.assert_close(rank["averaged"], rank["average"])
+        assert torch.equal(rank["after"], rank["weight"])
+        assert not torch.allclose(rank["averaged"], rank["weight"])
+
+
+def logged(launch: Launch, tag: str) -> Any:
+    """Return what TensorBoard shows of a tag, which has to be at step 2 alone."""
+    values = curve(launch, tag)
+    assert list(values) == [2]
+    return values[2]
+
+
+def test_an_image_is_logged_at_its_step(everything: Launch) -> None:
+    picture = Image.open(io.BytesIO(logged(everything, "image").tensor.string_val[2]))
+    assert list(picture.convert("L").tobytes()) == [17 * number for number in range(16)]
+
+
+def test_a_video_is_logged_at_its_step(everything: Launch) -> None:
+    picture = Image.open(io.BytesIO(logged(everything, "video").tensor.string_val[2]))
+    frames = [frame.convert("L").getpixel((0, 0)) for frame in ImageSequence.Iterator(picture)]
+    assert (picture.size, frames) == ((4, 4), [0, 128, 255])
+
+
+def test_a_text_is_logged_at_its_step(everything: Launch) -> None:
+    assert list(logged(everything, "text/text_summary").tensor.string_val) == [b"words"]
+
+
+@pytest.mark.parametrize("to", ["all", "rank 0", "a folder"])
+def test_map_gives_each_sample_once_in_order(seen: list[dict[str, Any]], everything: Launch, to: str) -> None:
+    files = sorted((everything.run.outputs / "mapped").glob("batch_*.pt"))
+    found = {
+        "all": [rank["everywhere"] for rank in seen],
+        "rank 0": [seen[0]["here"]],
+        "a folder": [{key: torch.cat([torch.load(file)[key] for file in files]) for key in ("id", "y")}],
+    }
+    for mapped in found[to]:
+        assert mapped["id"].tolist() == list(range(10))
+        assert mapped["y"].tolist() == seen[0]["data"].sum(1).tolist()
+    assert seen[1]["here"] is None
+
+
+def test_evaluate_samples_has_a_value_a_sample_in_order(seen: list[dict[str, Any]]) -> None:
+    assert [rank["samples"].tolist() for rank in seen] == [[3.0 * sample for sample in range(10)]] * 2
+
+
+OPENED = {"result": {"mean": 13.5}, "params": {"steps": 60}}
+
+
+@pytest.mark.parametrize("name", OPENED)
+def test_an_opened_run_has_its(everything: Launch, name: str) -> None:
+    assert getattr(jobkit.open_run(everything.run.path), name) == OPENED[name]
+
+
+def test_an_opened_run_has_its_config(everything: Launch) -> None:
+    config = jobkit.open_run(str(everything.run.path)).config
+    assert (config.name, config.seed, config.preload, config.resources.nodes) == ("context", 3, ["counted"], 2)
+
+
+def test_an_opened_run_has_its_averaged_weights_also_tied_ones(everything: Launch, seen: list[dict[str, Any]]) -> None:
+    weights = jobkit.open_run(everything.run.path).weights()
+    assert set(weights) == {"first.weight", "second.weight"}
+    for weight in weights.values():
+        assert torch.equal(weight, seen[0]["averaged"])
+    with pytest.raises(InputError, match="teacher"):
+        jobkit.open_run(everything.run.path).weights("teacher")
+
+
+def test_final_is_read_without_jobkit(everything: Launch, seen: list[dict[str, Any]]) -> None:
+    names = {file.name for file in everything.run.final.iterdir()}
+    assert names == {"model.safetensors", "result.json", "config.yaml"}
+    weights = load_file(everything.run.final / "model.safetensors")
+    assert torch.equal(weights["first.weight"], seen[0]["averaged"])
+    assert json.loads((everything.run.final / "result.json").read_text()) == {"mean": 13.5}
+
+
+def test_a_folder_without_a_run_is_not_opened(tmp_path: Path) -> None:
     with pytest.raises(InputError):
         jobkit.open_run(tmp_path / "nothing")
+
+
+def test_open_run_gives_an_object_that_names_the_run(everything: Launch) -> None:
+    opened = jobkit.open_run(everything.run.path)
+    assert isinstance(opened, jobkit.OpenedRun) and opened.run.path == everything.run.path

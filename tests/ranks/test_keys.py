@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +96,7 @@ def test_as_many_checkpoints_stay_as_keep_says(tmp_path: Path) -> None:
     assert ctx._checkpointer.store.steps() == [6, 5]
 
 
-def options_of_torch(ranks: RankGroup) -> tuple[Any, ...]:
+def options_of_torch(ranks: RankGroup) -> dict[str, Any]:
     model, optimizer = nn.Linear(4, 4), torch.optim.SGD
     spread = Spread(config(comm=CommConfig(hook="powersgd", powersgd_rank=3, bucket_cap_mb=7)), CPU, ranks)
     ddp: Any = spread.parallelize(model)
@@ -109,15 +111,32 @@ def options_of_torch(ranks: RankGroup) -> tuple[Any, ...]:
     spread = Spread(piped, CPU, ranks)
     pipeline = spread.parallelize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     batch = torch.ones(12, 4), torch.ones(12, 4)
-    with pytest.raises(UsageError, match="5"):
+    with pytest.raises(UsageError) as refused:
         Step(piped, spread).backward(pipeline, batch, nn.functional.mse_loss, global_batch_size=12)
-    are_offloaded = {isinstance(policy, CPUOffloadPolicy) for policy in policies}
-    return power.matrix_approximation_rank, ddp.bucket_bytes_cap, are_offloaded
+    return {
+        "comm.powersgd_rank": power.matrix_approximation_rank,
+        "comm.bucket_cap_mb": ddp.bucket_bytes_cap,
+        "parallel.offload": [isinstance(policy, CPUOffloadPolicy) for policy in policies],
+        "parallel.microbatches": "5" in str(refused.value),
+    }
+
+
+OPTIONS = {
+    "comm.powersgd_rank": 3,
+    "comm.bucket_cap_mb": 7 << 20,
+    "parallel.offload": [True],
+    "parallel.microbatches": True,  # 12 samples are no 5
+}
 
 
 @pytest.mark.skipif(torch.__version__ < OLDEST_TORCH, reason="torch is too old for pipelines")
-def test_options_reach_torch() -> None:
-    assert run_ranks(options_of_torch, 2) == [(3, 7 << 20, {True})] * 2
+@pytest.mark.parametrize("key", OPTIONS)
+def test_options_reach_torch(once: Callable[..., Path], key: str) -> None:
+    def make(folder: Path) -> None:
+        (folder / "options.json").write_text(json.dumps(run_ranks(options_of_torch, 2)))
+
+    ranks = json.loads((once("options", make) / "options.json").read_text())
+    assert [rank[key] for rank in ranks] == [OPTIONS[key]] * 2
 
 
 @pytest.mark.parametrize(

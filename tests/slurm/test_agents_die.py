@@ -51,8 +51,6 @@ def test_the_job_is_requeued_before_a_save_ends_that_takes_as_long_as_slurm_wait
     cluster.preempt(str(launch.status.job_id))
     launch.wait_for_attempt(2)
     assert (launch.causes, launch.ends[0].next, launch.ends[0].durable_step) == (["preempted"], "requeue", None)
-    saved = launch.run.durable_step()
-    progress = launch.run.progress()
-    assert saved is not None and progress is not None and progress.first_step == saved >= 20
+    launch.assert_repeated("none")
     launch.project.jobkit("cancel", "-y", "--no-grace", launch.run.name)
     launch.wait_until_over()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -60,14 +61,18 @@ def test_what_a_cluster_refuses_and_what_it_holds_is_said(
     held = project.submit(*ON_SLURM, steps=6)
     (job_id,) = wait_until(lambda: queue(cluster), "the job")
     wait_until(lambda: "held" in cluster.job(job_id)["Reason"], "Slurm to hold the job")
-    assert f"scontrol release {job_id}" in project.jobkit("status", held.run.name).stdout
+    shown = project.jobkit("status", held.run.name).stdout
+    assert cluster.job(job_id)["Reason"].replace("_", " ") in shown, "Slurm's own word"
+    (release,) = re.findall(r"scontrol release \S+", shown)
     assert json.loads(project.jobkit("status", held.run.name, "--json").stdout)["state"] == "queued"
     (tmp_path / "broken").unlink()
     for node in cluster.settings.node_names:  # Slurm drains the node whose prolog failed
         if "drain" in cluster.node_state(node):
             cluster.command("scontrol", "update", f"NodeName={node}", "State=resume")
-    cluster.command("scontrol", "release", job_id)
+    cluster.command(*release.split())  # what the words say is what helps
     assert held.wait_until_over().status.state == "finished"
+    wait_until(lambda: cluster.job(job_id)["JobState"] != "COMPLETING", "the job to end")
+    assert cluster.job(job_id)["JobState"] == "COMPLETED"
 
 
 def test_a_controller_that_is_away_is_waited_for(cluster: Cluster, on_slurm: Callable[..., Project]) -> None:
@@ -101,6 +106,7 @@ def test_a_controller_that_is_away_is_waited_for(cluster: Cluster, on_slurm: Cal
     launch.wait_until(lambda me: len(me.ends) == 3, "the ranks to save")
     cluster.start_controller()
     launch.wait_for_attempt(4)
+    assert cluster.job(str(launch.status.job_id))["Restarts"] == "1"
     assert launch.causes == ["killed", "unknown", "preempted"]
     assert [ended.next for ended in launch.ends] == ["in_place", "in_place", "requeue"]
     project.jobkit("cancel", "-y", launch.run.name)

@@ -46,12 +46,20 @@ def test_setup_here(project: Project) -> None:
     assert "Traceback" not in words
 
 
-def test_setup_on_slurm(slurm: Cluster, on_slurm: Callable[..., Project]) -> None:
-    project = on_slurm(slurm)
+def test_setup_on_slurm(make_slurm: Callable[..., Cluster], on_slurm: Callable[..., Project]) -> None:
+    cluster = make_slurm(nodes=5, cred_expire=5)  # of fewer nodes job.sh excludes none
+    project = on_slurm(cluster)
     with_setup(project, SETS_WHAT_IT_NEEDS)
     followed = project.jobkit("submit", str(project.yaml), "--cluster", "slurm", "--follow")
     assert "step 5/5" in followed.stderr  # it stayed to the end, which its exit code says
     wait_until((project.folder / "torn_down").exists, "the teardown")
+
+    with_setup(project, "echo $SLURMD_NODENAME >>tried, '[ $(wc -l <tried) -gt 1 ]'")
+    launch = project.submit("--cluster", "slurm", steps=7).wait_until_over()
+    bad, good = project.folder.joinpath("tried").read_text().split()
+    record = cluster.job(str(launch.status.job_id))
+    assert (record["ExcNodeList"], record["NodeList"], record["Restarts"]) == (bad, good, "1")
+    assert (launch.causes, good != bad) == (["finished"], True)
 
     with_setup(project, "load_no_module cuda")
     launch = project.submit("--cluster", "slurm", steps=6)

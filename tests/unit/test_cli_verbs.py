@@ -211,6 +211,7 @@ def _printed(run: RunDir, attempt: int, rank: int, out: str, err: str = "") -> N
         (["--rank", "1"], "other\n", ["--- attempt 1, rank 1"]),
         (["--err"], "oops\n", ["--- attempt 1, rank 0"]),
     ],
+    ids=["all", "--attempt", "--rank", "--err"],
 )
 def test_logs(tmp_path: Path, capsys: Capture, words: list[str], out: str, err: list[str]) -> None:
     run = make_run(tmp_path, NAME, submitted(), began(), ended("killed", "in_place"), began(2), ended(attempt=2))
@@ -457,9 +458,9 @@ def test_preempt_waits_for_the_end_of_the_attempt(
     assert ("jobkit resume" in shown) == (follows == "fail")
 
 
-@pytest.mark.parametrize(("verb", "code"), [("resume", 0), ("preempt", 1)])
+@pytest.mark.parametrize("verb", ["resume", "preempt"])
 def test_several_runs_are_acted_on_only_when_a_person_agrees(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, code: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
     for number in range(2):
         run = make_run(tmp_path, f"toy-{number:08}", submitted(), began(), ended(), finished())
@@ -467,33 +468,38 @@ def test_several_runs_are_acted_on_only_when_a_person_agrees(
         run.code.symlink_to(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     assert main([verb, "toy-*"]) == 2
-    assert main([verb, "toy-*", "-y"]) == code
+    assert main([verb, "toy-*", "-y"]) == (1 if verb == "preempt" else 0)
 
 
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
-        (["status"], 0),
-        (["logs"], 0),
-        (["wait"], 0),
-        (["cancel"], 0),
-        (["resume"], 0),
-        (["preempt"], 1),
-        (["diff", NAME], 0),
-    ],
-)
-def test_runs_are_looked_for_in_the_folder_that_is_named(tmp_path: Path, words: list[str], code: int) -> None:
+WITH_A_FINISHED_RUN = {
+    **{verb: [verb, NAME] for verb in ("status", "logs", "wait", "cancel", "resume", "preempt", "list", "report")},
+    "diff": ["diff", NAME, NAME],
+    "rm": ["rm", NAME, "--dry-run"],
+}
+
+
+@pytest.mark.parametrize("verb", WITH_A_FINISHED_RUN)
+def test_runs_are_looked_for_in_the_folder_that_is_named(tmp_path: Path, verb: str) -> None:
     run = make_run(tmp_path / "elsewhere", NAME, submitted(), began(), ended(), finished())
     run.config_file.write_text("name: toy\ncommand: ['true']\n")
     run.code.symlink_to(tmp_path)
     _printed(run, 1, 0, "one\n")
-    assert main([*words, NAME]) == 2
-    assert main([*words, NAME, "--runs-dir", str(tmp_path / "elsewhere")]) == code
+    words = WITH_A_FINISHED_RUN[verb]
+    assert main(words) == 2
+    assert main([*words, "--runs-dir", str(tmp_path / "elsewhere")]) == (1 if verb == "preempt" else 0)
 
 
-def test_doctor_looks_at_the_folder_and_the_cluster_that_are_named(tmp_path: Path, capsys: Capture) -> None:
+def test_doctor_looks_at_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobkit.slurm.commands.run", lambda *words, **options: pytest.fail("asked Slurm"))
+    assert main(["doctor", "--local"]) == 0
+
+
+def test_doctor_looks_at_the_folder_that_is_named(tmp_path: Path, capsys: Capture) -> None:
     assert main(["doctor", "--local", "--runs-dir", str(tmp_path / "elsewhere")]) == 0
     assert str(tmp_path / "elsewhere") in capsys.readouterr().out
+
+
+def test_doctor_looks_at_the_cluster_that_is_named(capsys: Capture) -> None:
     assert main(["doctor", "--cluster", "slrum"]) == 2
     assert "did you mean 'slurm'?" in capsys.readouterr().err
 

@@ -178,7 +178,13 @@ def test_rewind_sets_aside_what_is_later(runs: Path) -> None:
     status = read_status(run)
     assert (status.state, status.result, status.rewound, run.durable_steps()) == ("interrupted", None, 20, [10, 20])
     assert (run.checkpoints / "best").exists()
-    assert main.main(["rewind", TOY, "10", "--runs-dir", str(runs)]) == 0
+
+
+def test_each_rewind_has_a_branch_in_the_folder_that_is_named(runs: Path) -> None:
+    run = RunDir(runs / TOY)
+    for step in ("20", "10"):
+        assert main.main(["rewind", TOY, step, "--runs-dir", str(runs)]) == 0
+    assert (run.branches / "1" / "step_00000030").exists()
     assert (run.branches / "2" / "step_00000020").exists()
     assert not (run.checkpoints / "best").is_symlink()
     assert sorted(item.name for item in run.branches.iterdir()) == ["1", "2"]
@@ -210,6 +216,23 @@ def test_a_run_under_way_neither_goes_back_nor_away(runs: Path) -> None:
     assert (view(run).state, run.ends(1)) == ("interrupted", [])
 
 
+@pytest.mark.parametrize("option", ["--dry-run", "--checkpoints-only"])
+def test_what_rm_leaves_of_a_run(runs: Path, option: str) -> None:
+    run, files = RunDir(runs / TOY), sorted((runs / TOY).rglob("*"))
+    assert main.main(["rm", TOY, option, "--runs-dir", str(runs)]) == 0
+    if option == "--dry-run":
+        assert sorted(run.path.rglob("*")) == files
+    else:
+        assert (run.durable_steps(), read_status(run).state, run.final.exists()) == ([], "finished", True)
+
+
+def test_several_runs_are_removed_only_when_a_person_agrees(runs: Path) -> None:
+    make_run(runs, "joy-11f5f19c", submitted(), began(), ended("stopped", "stop"))
+    assert main.main(["rm", "*", "--runs-dir", str(runs)]) == 2  # there is no terminal to ask on
+    assert main.main(["rm", "*", "--runs-dir", str(runs), "--yes"]) == 0
+    assert not list(runs.glob("*-11f5f19c"))
+
+
 def test_rm_removes_a_run_and_code_that_no_run_has(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--runs-dir", str(runs)]
     other = make_run(runs, "joy-11f5f19c", submitted(), began(), ended("stopped", "stop"))
@@ -218,9 +241,6 @@ def test_rm_removes_a_run_and_code_that_no_run_has(runs: Path, capsys: pytest.Ca
     kept = make_run(runs, "free-11f5f19c", submitted(), began(), ended("stopped", "stop"))
     checkpoint(kept, 10)
     os.link(kept.checkpoint(10) / "rank_0.safetensors", runs / "elsewhere")
-    assert main.main(["rm", "*", *words]) == 2  # there is no terminal to ask on
-    assert main.main(["rm", TOY, "--dry-run", *words]) == 0
-    assert (runs / TOY).exists()
     (runs / ".removed" / "toy-00000000.1").mkdir(parents=True)  # a removal was killed
     capsys.readouterr()
     assert main.main(["rm", TOY, *words]) == 0

@@ -28,7 +28,7 @@ LAYOUTS: list[tuple[dict[str, Any], Layout]] = [
 ]
 
 
-@pytest.mark.parametrize(("parallel", "expected"), LAYOUTS)
+@pytest.mark.parametrize(("parallel", "expected"), LAYOUTS, ids=["-".join(row[0]) or "ddp" for row in LAYOUTS])
 def test_ranks_divide_along_the_axes(parallel: dict[str, Any], expected: Layout) -> None:
     assert check(config(parallel), 8, 4) == expected
 

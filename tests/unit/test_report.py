@@ -176,11 +176,7 @@ def test_differing_keys_come_first(tmp_path: Path) -> None:
     assert "seed" in folded and "params.lr" not in folded
 
 
-def test_runs_in_all_states_have_a_page(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened: list[str] = []
-    monkeypatch.setattr("webbrowser.open", opened.append)
+def test_runs_in_all_states_have_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     new = make_run(tmp_path, "toy-11f5f19c", submitted())
     done = make_run(tmp_path, "toy-22f5f19c", submitted(), began(), ended(last_step=3), finished({"loss": {"a": 0.25}}))
     assert main(["report", new.name, "--runs-dir", str(tmp_path)]) == 0
@@ -188,9 +184,19 @@ def test_runs_in_all_states_have_a_page(
     lost = make_run(tmp_path, "toy-33f5f19c", submitted(), began())  # its attempt has no end
     assert main(["report", new.name, done.name, lost.name, "--runs-dir", str(tmp_path)]) == 0
     assert "0.25" in (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert opened == []
-    words = ["report", new.name, "--runs-dir", str(tmp_path), "-o"]
-    assert main([*words, str(tmp_path / "x.html"), "--open"]) == 0
-    assert opened == [(tmp_path / "x.html").as_uri()] and (tmp_path / "x.html").exists()
-    assert main([*words, str(tmp_path / "none" / "x.html")]) == 2
     assert main(["status", "*", "--runs-dir", str(tmp_path)]) == 0  # the page is no run
+
+
+@pytest.mark.parametrize("option", ["--output", "--open"])
+def test_an_option_of_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    run, page = make_run(tmp_path, "toy-11f5f19c", submitted()), tmp_path / "x.html"
+    words = ["report", run.name, "--runs-dir", str(tmp_path)]
+    if option == "--open":
+        assert main([*words, option]) == 0
+        assert opened == [(run.path / "report.html").as_uri()]
+    else:
+        assert main([*words, option, str(page)]) == 0
+        assert (page.exists(), (run.path / "report.html").exists(), opened) == (True, False, [])
+        assert main([*words, option, str(tmp_path / "none" / "x.html")]) == 2

@@ -118,10 +118,8 @@ def test_the_course_of_a_straight_run() -> None:
     assert course_of({0: places}) == Course(first=0, last=3, evaluations=(2,), epoch_ends=(2,))
 
 
-@pytest.mark.parametrize(("words", "scheduler"), [(["--local"], "local"), (["--cluster", "h100"], "slurm")])
-def test_the_place_and_the_folder_of_a_verification(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], scheduler: str
-) -> None:
+@pytest.mark.parametrize("option", ["--local", "--cluster", "--runs-dir", "--steps"])
+def test_an_option_of_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
     made: list[Verification] = []
 
     def run(self: Verification) -> Report:
@@ -132,9 +130,16 @@ def test_the_place_and_the_folder_of_a_verification(
     monkeypatch.setattr(Verification, "run", run)
     monkeypatch.chdir(tmp_path)
     Path("exp.yaml").write_text("name: test\ncommand: ['true']\nclusters: {h100: {partition: big}}\n")
-    assert main(["verify", "exp.yaml", *words, "--steps", "9", "--runs-dir", "elsewhere", "--json"]) == 0
-    assert (made[0].target.scheduler, made[0].steps) == (scheduler, 9)
-    assert made[0].runs_dir.is_relative_to(tmp_path / "elsewhere")
+    options = {
+        "--local": [],
+        "--cluster": ["h100"],
+        "--runs-dir": ["elsewhere", "--local"],
+        "--steps": ["9", "--local"],
+    }
+    assert main(["verify", "exp.yaml", option, *options[option]]) == 0
+    assert made[0].target.scheduler == ("slurm" if option == "--cluster" else "local")
+    assert made[0].steps == (9 if option == "--steps" else 20)
+    assert made[0].runs_dir.is_relative_to(tmp_path / ("elsewhere" if option == "--runs-dir" else "runs"))
 
 
 def test_a_snapshot_of_a_framework_with_files_is_a_checkpoint_in_the_words(tmp_path: Path) -> None:
