@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.runs import YAML, Project, describe, describe_slurm
+from harness.runs import YAML, Launch, Project, describe, describe_slurm
 from slurmbox import Cluster
+
+from jobkit.run.rundir import RunDir
 
 pytest_plugins = ["slurmbox.pytest_plugin"]
 
@@ -58,20 +62,60 @@ def once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     def folder_of(name: str, make: Callable[[Path], object]) -> Path:
         with (shared / f"{name}.made").open("a+") as made:
             fcntl.flock(made, fcntl.LOCK_EX)
-            if made.tell() == 0:
-                (shared / name).mkdir(exist_ok=True)
-                make(shared / name)
+            if made.seek(0, os.SEEK_END) == 0:
+                (shared / name).mkdir()
+                try:
+                    make(shared / name)
+                except BaseException:
+                    print(*map(describe, (file.parent for file in (shared / name).rglob("events.jsonl"))))
+                    raise
+                finally:
+                    end_processes(shared / name)
                 made.write("made")
         return shared / name
 
     return folder_of
 
 
+@pytest.fixture(scope="session")
+def seen_once(once: Callable[..., Path]) -> Callable[..., tuple[Launch, Any]]:
+    """Let a run happen once, for the tests of all xdist workers: `launch, seen = seen_once("name", act)`.
+
+    `act(project)` returns the run and what it saw, as JSON has it. With settings of a cluster: `act(project, cluster)`.
+    """
+
+    from slurmbox.pytest_plugin import skip_without_slurm  # here: pytest rewrites its assertions first
+
+    def of(name: str, act: Callable[..., tuple[Launch, Any]], yaml: str = YAML, **settings: Any) -> tuple[Launch, Any]:
+        def make(folder: Path) -> None:
+            with contextlib.ExitStack() as stack:
+                clusters = []
+                if settings:
+                    stack.enter_context(skip_without_slurm())
+                    clusters = [
+                        stack.enter_context(Cluster(tempfile.mkdtemp(prefix="slurmbox-", dir="/tmp"), **settings))
+                    ]
+                environment = clusters[0].env if clusters else None
+                launch, seen = act(Project(folder / "project", environment, yaml), *clusters)
+                (folder / "seen.json").write_text(json.dumps([str(launch.run.path), seen]))
+
+        folder = once(name, make)
+        path, seen = json.loads((folder / "seen.json").read_text())
+        return Launch(Project(folder / "reader"), RunDir(path)), seen
+
+    return of
+
+
 @pytest.fixture
 def no_process_left(tmp_path: Path) -> Iterator[None]:
     """Kill what a test has left: a run outlives the test that fails in the middle of it."""
     yield
-    while processes := [pid for pid in pids() if works_in(pid, tmp_path)]:
+    end_processes(tmp_path)
+
+
+def end_processes(folder: Path) -> None:
+    """Kill all that works in a folder."""
+    while processes := [pid for pid in pids() if works_in(pid, folder)]:
         for pid in processes:
             with contextlib.suppress(ProcessLookupError):  # it ended by itself
                 os.kill(pid, signal.SIGKILL)

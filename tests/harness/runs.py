@@ -159,15 +159,21 @@ class Launch:
     def wait_until_over(self) -> Launch:
         return self.wait_until(lambda me: me.status.is_over, "the end of the run")
 
-    def assert_repeated(self, *rows: str) -> None:
-        """Compare what each attempt that trained has repeated with `none` or `since the checkpoint`, exactly.
-
-        By the disk alone: the steps that the scripted rank 0 wrote down, and the names of its checkpoints.
-        """
+    @property
+    def steps_done(self) -> dict[int, list[int]]:
+        """The steps of each attempt, as the scripted rank 0 wrote them down."""
         done: dict[int, list[int]] = {}
         for line in (self.run.outputs / "steps").read_text().splitlines():
             attempt, step = map(int, line.split())
             done.setdefault(attempt, []).append(step)
+        return done
+
+    def assert_repeated(self, *rows: str) -> None:
+        """Compare what each attempt that trained has repeated with `none` or `since the checkpoint`, exactly.
+
+        By the disk alone: the steps that are written down, and the names of checkpoints, which all stay.
+        """
+        done = self.steps_done
         names = sorted(int(folder.name.removeprefix("step_")) for folder in self.run.checkpoints.glob("step_*"))
         count = 0
         for row, steps in zip(("none", *rows), done.values(), strict=True):

@@ -64,9 +64,12 @@ class Tied(nn.Module):
     def forward(self, x):
         return self.second(self.first(x))
 
+NAMES = "seed rank local_rank world_size is_main run_dir attempt".split()
+
 def uses_everything(ctx):
     outputs = ctx.run_dir / "outputs"
-    seen = {name: getattr(ctx, name) for name in ("seed", "rank", "local_rank", "world_size", "is_main", "run_dir")}
+    seen = {name: getattr(ctx, name) for name in NAMES}
+    seen["Context"] = type(ctx) is jobkit.Context
     seen |= {"params": dict(ctx.params), "device": str(ctx.device), "current": type(ctx).current() is ctx}
     seen |= {"jobkit.current": jobkit.current() is ctx, "backend": torch.distributed.get_backend()}
     seen["deterministic"] = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -136,7 +139,7 @@ def test_a_foreign_loop_with_its_own_files_goes_on_exactly(tmp_path: Path) -> No
 
 
 @pytest.fixture(scope="session")
-def everything(once: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Launch:
+def everything(once: Callable[..., Path]) -> Launch:
     """A finished run of two ranks, each on a node of its own, which wrote down all that ctx gave it."""
 
     def make(folder: Path) -> None:
@@ -146,7 +149,7 @@ def everything(once: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
 
     folder = once("everything", make)
     (path,) = (folder / "runs").glob("context-*")
-    return Launch(Project(tmp_path_factory.mktemp("reader")), RunDir(path))
+    return Launch(Project(folder / "reader"), RunDir(path))
 
 
 @pytest.fixture
@@ -165,6 +168,8 @@ SAYS: dict[str, list[Any]] = {
     "device": ["cpu", "cpu"],
     "backend": ["gloo", "gloo"],
     "deterministic": [True, True],
+    "attempt": [1, 1],
+    "Context": [True, True],
     "current": [True, True],
     "jobkit.current": [True, True],
     "prepared": [False, True],
@@ -277,6 +282,10 @@ def test_final_is_read_without_jobkit(everything: Launch, seen: list[dict[str, A
     weights = load_file(everything.run.final / "model.safetensors")
     assert torch.equal(weights["first.weight"], seen[0]["averaged"])
     assert json.loads((everything.run.final / "result.json").read_text()) == {"mean": 13.5}
+
+
+def test_evaluate_is_the_mean_of_all_samples(everything: Launch) -> None:
+    assert everything.status.result == {"mean": sum(range(0, 30, 3)) / 10}
 
 
 def test_a_folder_without_a_run_is_not_opened(tmp_path: Path) -> None:

@@ -6,7 +6,10 @@ import json
 import shutil
 import signal
 import subprocess
+from collections.abc import Callable
+from typing import Any
 
+import pytest
 from harness.runs import Launch, Project, wait_until
 
 from jobkit.run.rundir import RunDir
@@ -35,7 +38,7 @@ def test_ctrl_c_saves_and_the_same_command_continues(project: Project) -> None:
     assert again.returncode == 0
     assert launch.causes == ["stopped", "finished"]
     assert launch.status.result == {"steps": 100_000, "first": stopped_at}
-    assert launch.ends[1].first_step == launch.ends[0].last_step
+    launch.assert_repeated("none")
 
     third = project.jobkit("submit", str(project.yaml), "--local", "params.steps=100000")
     assert "finished" in third.stdout + third.stderr
@@ -59,26 +62,71 @@ def test_a_hang_up_stops_a_run_unless_it_was_ignored(project: Project) -> None:
     assert launch.status.state == "finished"
 
 
-def test_preempt_continues_by_itself_and_cancel_does_not(project: Project) -> None:
-    launch = project.submit("--local", "--detach", steps=100_000)
+def stop_and_resume(project: Project) -> tuple[Launch, Any]:
+    """Preempted, cancelled, resumed, and cancelled without grace."""
+    words = (
+        "submit",
+        str(project.yaml),
+        "--local",
+        "--detach",
+        "--json",
+        "params.steps=100000",
+        "+params.save_seconds=2",
+    )
+    submitted = json.loads(project.jobkit(*words).stdout)
+    launch = project.launch(submitted["dir"])
+    trains_on = launch.run.alive_lock().is_held()
     launch.wait_for_step(10)
     project.jobkit("preempt", launch.run.name)
     launch.wait_for_attempt(2).wait_for_step(30)
     project.jobkit("cancel", "-y", launch.run.name)
     launch.wait_until_over()
-    assert (launch.status.state, launch.causes) == ("cancelled", ["preempted", "cancelled"])
-    saved = launch.run.durable_step()
-    assert saved is not None and saved >= 30
     wait_until(lambda: not launch.run.alive_lock().is_held(), "the job script to end")
-
-    answer = json.loads(project.jobkit("resume", launch.run.name, "--json").stdout)
-    assert (answer["run"], answer["started"]) == (launch.run.name, True)
+    resumed = json.loads(project.jobkit("resume", launch.run.name, "--json").stdout)
     launch.wait_for_attempt(3)
     project.jobkit("cancel", "-y", "--no-grace", launch.run.name)
     launch.wait_until_over()
-    assert launch.causes[2:] == ["cancelled"]
-    progress = launch.run.progress()
-    assert progress is not None and progress.first_step == saved
+    return launch, {"submitted": submitted, "trains on": trains_on, "resumed": resumed}
+
+
+@pytest.fixture(scope="session")
+def stopped(seen_once: Callable[..., tuple[Launch, Any]]) -> tuple[Launch, Any]:
+    return seen_once("stopped-here", stop_and_resume)
+
+
+def test_a_detached_submission_returns_while_the_run_lives(stopped: tuple[Launch, Any]) -> None:
+    launch, seen = stopped
+    assert seen["trains on"]
+    assert len(launch.ends) == 3
+
+
+@pytest.mark.parametrize("verb", ["submit", "resume"])
+def test_the_answer_in_json(stopped: tuple[Launch, Any], verb: str) -> None:
+    launch, seen = stopped
+    answer = seen["submitted" if verb == "submit" else "resumed"]
+    assert (answer["run"], answer["dir"], answer["started"]) == (launch.run.name, str(launch.run.path), True)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "cause", "how"), [(1, "preempted", "in place"), (2, "cancelled", "resume")], ids=["preempt", "cancel"]
+)
+def test_a_stop_repeats_no_step(stopped: tuple[Launch, Any], attempt: int, cause: str, how: str) -> None:
+    """`preempt` continues by itself, and `cancel` does not."""
+    launch, _ = stopped
+    ended, done = launch.ends[attempt - 1], launch.steps_done
+    assert (ended.cause, launch.status.attempts[attempt].began.how) == (cause, how)
+    assert done[attempt][-1] + 1 == ended.durable_step == done[attempt + 1][0]
+
+
+def test_without_grace_nothing_is_saved(stopped: tuple[Launch, Any]) -> None:
+    launch, _ = stopped
+    assert (launch.status.state, launch.causes[2]) == ("cancelled", "cancelled")
+    assert launch.run.durable_step() == max([launch.ends[1].durable_step or 0, *saved_by(launch, 3)])
+
+
+def saved_by(launch: Launch, attempt: int) -> list[int]:
+    """Return the checkpoints that fall due in an attempt, every ten steps."""
+    return [step + 1 for step in launch.steps_done[attempt] if (step + 1) % 10 == 0]
 
 
 def test_a_time_limit_on_this_machine_ends_an_attempt_and_the_next_one_continues(project: Project) -> None:

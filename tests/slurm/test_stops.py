@@ -3,50 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from harness.runs import Project, wait_until
+import pytest
+from harness.runs import Launch, Project, wait_until
 from slurmbox import Cluster
 
 RESOURCES = ("--cluster", "slurm", "resources.nodes=2", "resources.tasks_per_node=2")
 
 
-def test_preempted_then_out_of_time_then_cancelled(
-    make_slurm: Callable[..., Cluster], on_slurm: Callable[..., Project]
-) -> None:
-    """One run: a preemption with grace, jobkit preempt, the time limit of a minute, jobkit cancel, resume, scancel."""
-    cluster = make_slurm(nodes=2, cred_expire=5)
-    project = on_slurm(cluster)
+def stop_in_all_ways(project: Project, cluster: Cluster) -> tuple[Launch, Any]:
+    """A preemption with grace, jobkit preempt, the time limit of a minute, jobkit cancel, resume, scancel."""
     launch = project.submit(*RESOURCES, "resources.time=0:01:00", steps=100_000)
     launch.wait_for_step(20)
     job = str(launch.status.job_id)
-
     cluster.preempt(job)
     launch.wait_for_attempt(2).wait_for_step(50)
     project.jobkit("preempt", launch.run.name)
     launch.wait_for_attempt(3)
     launch.wait_for_attempt(4)  # after the time limit of attempt 3
-    assert launch.causes == ["preempted", "preempted", "timeout"]
-    assert {ended.next for ended in launch.ends} == {"requeue"}
-    record = cluster.job(job)
-    assert (record["JobState"], record["Restarts"]) == ("RUNNING", "3"), "the same job, three times in the queue"
+    records = [cluster.job(job)]
 
     project.jobkit("cancel", "-y", launch.run.name)
     launch.wait_until_over()
-    assert (launch.status.state, launch.causes[3]) == ("cancelled", "cancelled")
     wait_until(lambda: not cluster.command("squeue", "-h"), "the job to leave the queue")
-    assert cluster.job(job)["Restarts"] == "3"
-
     project.jobkit("resume", launch.run.name)
     launch.wait_for_attempt(5)
-    assert launch.status.job_id != job
     cluster.command("scancel", str(launch.status.job_id))
     launch.wait_until_over()
-    assert (launch.status.state, launch.causes[4]) == ("cancelled", "cancelled")
     wait_until(lambda: not cluster.command("squeue", "-h"), "the job to leave the queue")
-    record = cluster.job(str(launch.status.job_id))
-    assert (record["JobState"], record["Restarts"]) == ("CANCELLED", "0")
-    launch.assert_repeated("none", "none", "none", "none")
-    assert [ended.durable_step for ended in launch.ends[:-1]] == [ended.first_step for ended in launch.ends[1:]]
+    return launch, records + [cluster.job(job), cluster.job(str(launch.status.job_id))]
+
+
+@pytest.fixture(scope="session")
+def stopped(seen_once: Callable[..., tuple[Launch, Any]]) -> tuple[Launch, Any]:
+    """The run, and Slurm's record of its jobs: of the first in its last start and at its end, and of the second."""
+    return seen_once("stopped", stop_in_all_ways, nodes=2, cred_expire=5)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "cause", "how"),
+    [(1, "preempted", "requeue"), (2, "preempted", "requeue"), (3, "timeout", "requeue"), (4, "cancelled", "resume")],
+    ids=["preemption", "jobkit preempt", "time limit", "cancel"],
+)
+def test_a_stop_repeats_no_step(stopped: tuple[Launch, Any], attempt: int, cause: str, how: str) -> None:
+    launch, _ = stopped
+    ended, following, done = launch.ends[attempt - 1], launch.ends[attempt], launch.steps_done
+    assert (ended.cause, launch.status.attempts[attempt].began.how) == (cause, how)
+    assert done[attempt][-1] + 1 == ended.durable_step == following.first_step == done[attempt + 1][0]
+    assert [step for steps in done.values() for step in steps] == list(range(done[5][-1] + 1))
+
+
+def test_all_starts_are_of_the_same_job_until_it_is_cancelled(stopped: tuple[Launch, Any]) -> None:
+    launch, (running, over, _) = stopped
+    assert (running["JobState"], running["Restarts"], over["Restarts"]) == ("RUNNING", "3", "3")
+    assert over["ExitCode"] == "75:0"
+    assert [attempt.began.job_id for attempt in launch.status.attempts[:4]] == [running["JobId"]] * 4
+
+
+def test_scancel_is_final(stopped: tuple[Launch, Any]) -> None:
+    launch, (_, _, record) = stopped
+    assert (launch.status.state, launch.causes[4]) == ("cancelled", "cancelled")
+    assert (record["JobState"], record["Restarts"], record["JobId"]) == ("CANCELLED", "0", launch.status.job_id)
+    assert launch.run.durable_step() == launch.steps_done[5][-1] + 1, "the ranks saved"
 
 
 def test_a_job_that_may_not_be_requeued_is_followed_by_another(
