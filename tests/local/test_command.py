@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,13 @@ time.sleep(1000)
 def program(tmp_path: Path) -> Project:
     """A project whose program takes what it knows from a module beside it."""
     project = Project(tmp_path / "project", yaml=YAML)
+    write(project)
+    return project
+
+
+def write(project: Project) -> None:
     project.write("train.py", TRAIN)
     project.write("version.py", "NUMBER = 1\n")
-    return project
 
 
 def places(launch: Launch, attempt: int) -> list[dict[str, Any]]:
@@ -74,29 +79,51 @@ def places(launch: Launch, attempt: int) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in files]
 
 
-def test_a_program_learns_its_place_and_runs_the_submitted_code_in_each_attempt(program: Project) -> None:
+def edit_while_it_runs(program: Project) -> tuple[Launch, Any]:
+    """Rank 1 of the first attempt ends with 3, after its user has edited the code."""
+    write(program)
     launch = program.submit("--local", "--detach")
     first = places(launch, 1)
     program.write("version.py", "NUMBER = 2\n")
     program.write("train.py", "raise SystemExit('the working copy')\n")
     (launch.run.outputs / "edited").touch()
     launch.wait_until_over()
+    return launch, [first, places(launch, 2)]
 
+
+@pytest.fixture(scope="session")
+def edited(seen_once: Callable[..., tuple[Launch, Any]]) -> tuple[Launch, Any]:
+    """The run, and what the four ranks of both attempts found."""
+    return seen_once("edited", edit_while_it_runs, YAML)
+
+
+PLACES = {
+    "command": {"RANK": [0, 1, 2, 3], "WORLD_SIZE": [4] * 4},
+    "resources.nodes": {"GROUP_RANK": [0, 0, 1, 1]},
+    "resources.tasks_per_node": {"LOCAL_RANK": [0, 1, 0, 1], "LOCAL_WORLD_SIZE": [2] * 4},
+}
+
+
+@pytest.mark.parametrize("key", PLACES)
+def test_a_program_learns_its_place(edited: tuple[Launch, Any], key: str) -> None:
+    for attempt in edited[1]:
+        assert {name: [int(place[name]) for place in attempt] for name in PLACES[key]} == PLACES[key]
+        assert len({(place["MASTER_ADDR"], place["MASTER_PORT"]) for place in attempt}) == 1
+
+
+def test_a_program_runs_the_submitted_code_in_each_attempt(edited: tuple[Launch, Any]) -> None:
+    launch, attempts = edited
     assert (launch.status.state, launch.causes) == ("finished", ["crashed", "finished"])
     assert (launch.ends[0].rank, launch.ends[0].next) == (1, "in_place")
-    for attempt in (first, places(launch, 2)):
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-        assert [tuple(int(place[name]) for name in names) for place in attempt] == [
-            (0, 4, 0, 2, 0),
-            (1, 4, 1, 2, 0),
-            (2, 4, 0, 2, 1),
-            (3, 4, 1, 2, 1),
-        ]
-        assert {(place["JOBKIT_RUN"], place["cwd"]) for place in attempt} == {
-            (str(launch.run.path), str(program.folder))
-        }
-        assert len({(place["MASTER_ADDR"], place["MASTER_PORT"]) for place in attempt}) == 1
-        assert {(place["stdin"], place["version"]) for place in attempt} == {("", 1)}
+    assert [place["version"] for attempt in attempts for place in attempt] == [1] * 8
+
+
+def test_a_program_writes_into_its_run_directory_from_the_users_folder(edited: tuple[Launch, Any]) -> None:
+    launch, attempts = edited
+    for place in (place for attempt in attempts for place in attempt):
+        assert (place["JOBKIT_RUN"], place["cwd"]) == (str(launch.run.path), str(launch.run.path.parents[1]))
+        assert place["stdin"] == ""
+    assert len(list(launch.run.outputs.glob("place_*.json"))) == 8
 
 
 def test_a_shell_that_waits_for_its_program_lets_it_save_and_its_exit_code_decides(program: Project) -> None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import ctypes
 import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from harness.runs import Project, is_alive, wait_until, with_params
+from harness.runs import Launch, Project, is_alive, wait_until, with_params
 
 from jobkit.errors import EXIT_BAD_INPUT
 
 
-def test_each_failure_has_its_cause_and_a_step_that_always_fails_ends_the_run(project: Project) -> None:
-    """A hang, memory, an exit code; then an exception at the same step until the budget for crashes is spent."""
+def fail_in_all_ways(project: Project) -> tuple[Launch, Any]:
+    """A hang, memory, exit codes; then an exception at the same step until the budget for crashes is spent."""
     faults = [
         {"kind": "hang", "rank": 0, "step": 6, "attempt": 1},
         {"kind": "memory", "rank": 1, "step": 16, "attempt": 2},
@@ -28,18 +29,48 @@ def test_each_failure_has_its_cause_and_a_step_that_always_fails_ends_the_run(pr
     done = project.jobkit(*words, *params, check=False)
     (folder,) = (project.folder / "runs").glob("scripted-*")
     launch = project.launch(folder)
+    return launch, [done.returncode, project.jobkit("status", launch.run.name).stdout]
 
-    assert (done.returncode, launch.status.state) == (1, "failed")
-    assert launch.causes == ["hang", "out_of_memory", "crashed", "crashed", "crashed", "crashed"]
-    assert [ended.next for ended in launch.ends] == ["in_place"] * 5 + ["fail"]
-    assert [ended.rank for ended in launch.ends] == [0, 1, 1, 1, 0, 0]
-    stacks = [launch.run.rank_log(1, rank, "err").read_text() for rank in range(2)]
+
+@pytest.fixture(scope="session")
+def failed(seen_once: Callable[..., tuple[Launch, Any]]) -> tuple[Launch, Any]:
+    """The run, the exit code of its command, and the words of `status`."""
+    return seen_once("failed-here", fail_in_all_ways)
+
+
+FAILURES = {
+    "hang": (1, "hang", 0),
+    "out of memory": (2, "out_of_memory", 1),
+    "exit code": (3, "crashed", 1),
+    "exit code 0 in a step": (4, "crashed", 1),
+    "exception": (5, "crashed", 0),
+}
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_after_a_failure_all_start_again_at_the_checkpoint(failed: tuple[Launch, Any], kind: str) -> None:
+    launch, _ = failed
+    number, cause, rank = FAILURES[kind]
+    ended = launch.ends[number - 1]
+    assert (ended.cause, ended.rank, ended.next) == (cause, rank, "in_place")
+    launch.assert_repeated(*["since the checkpoint"] * (len(launch.steps_done) - 1))  # rank 1 may fail before it starts
+
+
+def test_a_hang_leaves_the_stacks_of_all_ranks(failed: tuple[Launch, Any]) -> None:
+    stacks = [failed[0].run.rank_log(1, rank, "err").read_text() for rank in range(2)]
     assert all("scripted_rank.py" in text and "train" in text for text in stacks)
 
+
+def test_a_step_that_always_fails_ends_the_run(failed: tuple[Launch, Any]) -> None:
+    launch, (code, _) = failed
     last = launch.ends[-1]
-    assert last.error == "rank 0: ValueError: a fault of the script"
-    assert last.step == launch.ends[-2].step
-    shown = project.jobkit("status", launch.run.name).stdout
+    assert (code, launch.status.state, last.next) == (1, "failed", "fail")
+    assert (last.error, last.step) == ("rank 0: ValueError: a fault of the script", 56)
+    assert [launch.steps_done[attempt][-1] for attempt in (5, 6)] == [55, 55]
+
+
+def test_status_names_the_line_that_failed(failed: tuple[Launch, Any]) -> None:
+    _, (_, shown) = failed
     assert "scripted_rank.py" in shown and "a fault of the script" in shown
 
 

@@ -169,7 +169,7 @@ def test_a_command_has_the_same_variables_under_every_launcher(project: Project)
     places = {}
     for name, launcher in {
         "agent": "python -m jobkit submit probe.yaml --local resources.tasks_per_node=2",
-        "torchrun": "torchrun --nproc_per_node=2 -m jobkit.worker probe.yaml",
+        "launch": "python -m torch.distributed.launch --nproc_per_node=2 -m jobkit.worker probe.yaml",  # --local-rank
         "mpirun": f"{MPIRUN} -m jobkit.worker probe.yaml",
     }.items():
         project.write("probe.yaml", f"name: {name}\ncommand: [python, probe.py, '${{run_dir}}/outputs']\n")

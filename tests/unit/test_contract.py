@@ -2,7 +2,8 @@
 
     names of the code (argparse, schema, ast) --equal?--> rows of contract.yaml --exist?--> test functions (ast)
 
-A row `TODO` is of a name that the code does not have yet: once the code has it, the row needs a test.
+A row `TODO` is of a name that the code does not have yet: once the code has it, the row needs a test. The first test of
+a row is its own: no other row names it first. `test_x[id]` is one of the tests that pytest makes of test_x.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import ast
 import functools
 import inspect
 import re
+from collections import Counter
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -28,6 +30,7 @@ from jobkit.run.schema import SECTIONS
 ROOT = Path(__file__).parents[2]
 CODE = ROOT / "jobkit"
 TODO = "TODO"
+TEST = re.compile(rf"tests/\S+?::\w+(?:\[[^]]*\])?|{TODO}")
 
 
 def parsed(file: Path) -> ast.Module:
@@ -163,7 +166,7 @@ def names_of_code() -> dict[str, set[Any]]:
 @functools.cache
 def contract() -> dict[str, dict[Any, list[str]]]:
     content = yaml.safe_load((ROOT / "tests/contract.yaml").read_text(encoding="utf-8"))
-    return {part: {name: row.split() for name, row in rows.items()} for part, rows in content.items()}
+    return {part: {name: TEST.findall(row) for name, row in rows.items()} for part, rows in content.items()}
 
 
 PARTS = ["commands", "keys", "ctx", "jobkit", "files", "exit codes", "guarantees"]
@@ -179,14 +182,27 @@ def test_each_name_of_the_code_has_a_row_with_a_test_and_no_other_has(part: str)
 
 
 def test_each_test_that_the_table_names_exists() -> None:
-    named = {test for rows in contract().values() for row in rows.values() for test in row if test != TODO}
-    there = {
-        f"{file.relative_to(ROOT)}::{node.name}"
-        for file in (ROOT / "tests").rglob("test_*.py")
-        for node in parsed(file).body
-        if isinstance(node, ast.FunctionDef)
-    }
-    assert named - there == set()
+    """Of `test_x[id]` the file must hold the id, or its first word: others are made of values."""
+    lacking = set()
+    for test in {test for rows in contract().values() for row in rows.values() for test in row if test != TODO}:
+        file, name, ids = re.match(r"(.*?)::(\w+)\[?(.*?)\]?$", test).groups()  # type: ignore[union-attr]
+        tree = parsed(ROOT / file)
+        nodes = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+        words = {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+        marks = [ast.unparse(mark) for mark in nodes[name].decorator_list] if name in nodes else []
+        if (
+            name not in nodes
+            or (ids and "parametrize" not in str(marks))
+            or not {ids, ids.split("-")[0], ids.rstrip("0123456789-")} & {*words, ""}
+        ):
+            lacking.add(test)
+    assert lacking == set()
+
+
+def test_the_first_test_of_a_row_is_its_own() -> None:
+    firsts = [row[0] for rows in contract().values() for row in rows.values() if row[:1] != [TODO]]
+    assert [test for test, rows in Counter(firsts).items() if rows > 1] == []
+    assert [test for test in firsts if "[" in test and test.partition("[")[0] in firsts] == []
 
 
 def test_each_file_that_the_guarantees_name_has_a_test_in_the_table() -> None:
