@@ -8,12 +8,16 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness.runs import Project, wait_until
 from harness.training import training_project
+
+from jobkit.run.journal import read_status
+from jobkit.run.rundir import RunDir
 
 HARNESS = Path(__file__).parents[1] / "harness"
 YAML = "name: forgetful\ntask: forgetful_task:{task}\nparams: {{steps: 100, forgets: nothing}}\n"
@@ -32,8 +36,16 @@ def verify(
 
 
 def test_a_program_with_batch_norm_in_ddp_is_exact(tmp_path: Path) -> None:
+    """Its words are compared with the journal of the run that it interrupted."""
     code, report = verify(tmp_path, ranks=2)
-    assert (code, report["equal"]) == (0, True), report
+    assert (code, report["equal"], report["missing"]) == (0, True, ["evaluation", "epoch end"]), report
+    assert "over 15 steps: 3 interruptions, 2 steps repeated" in report["lines"][0]
+    (path,) = tmp_path.glob("runs/.verify/*/interrupted-*")
+    ends = [attempt.ended for attempt in read_status(RunDir(path)).attempts if attempt.ended is not None]
+    assert [ended.cause for ended in ends] == ["unknown", "killed", "killed", "finished"]
+    saved = [(ended.durable_step or 0, following.first_step) for ended, following in pairwise(ends)]
+    assert [first > durable for durable, first in saved if first is not None].count(True) == 1, "one from memory"
+    assert sum((ended.last_step or 0) - (following.first_step or 0) for ended, following in pairwise(ends)) == 2
 
 
 def test_objects_may_be_tracked_in_turn(tmp_path: Path) -> None:

@@ -93,6 +93,13 @@ def test_the_first_difference_is_named(name: str) -> None:
     assert len(difference_lines(difference, [])) >= 2
 
 
+def test_of_several_differences_the_earliest_is_named() -> None:
+    changed = [replace(item, state={**item.state, "model": "?"}) if item.step > 3 else item for item in INTERRUPTED]
+    difference = first_difference({0: STRAIGHT, 1: STRAIGHT}, {0: changed, 1: changed})
+    assert difference is not None
+    assert (difference.place.step, difference.place.attempt, difference.name) == (4, 2, "model")
+
+
 def test_values_that_two_straight_runs_log_differently_are_ignored() -> None:
     again = [replace(item, values=dict.fromkeys(item.values, "00" * 8)) for item in STRAIGHT]
     ignored = differing_values({0: STRAIGHT}, {0: again})
@@ -118,18 +125,29 @@ def test_the_course_of_a_straight_run() -> None:
     assert course_of({0: places}) == Course(first=0, last=3, evaluations=(2,), epoch_ends=(2,))
 
 
-@pytest.mark.parametrize("option", ["--local", "--cluster", "--runs-dir", "--steps"])
-def test_an_option_of_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Verification]:
+    """The verifications of a project with exp.yaml, where training takes no time; of 7 steps the runs differ."""
     made: list[Verification] = []
 
     def run(self: Verification) -> Report:
         made.append(self)
         (self.runs_dir / ".code" / "0123").mkdir(parents=True)
-        return Report(equal=True)
+        return Report(equal=self.steps != 7)
 
     monkeypatch.setattr(Verification, "run", run)
     monkeypatch.chdir(tmp_path)
     Path("exp.yaml").write_text("name: test\ncommand: ['true']\nclusters: {h100: {partition: big}}\n")
+    return made
+
+
+@pytest.mark.parametrize(("steps", "code"), [("7", 1), ("8", 0)])
+def test_the_exit_code_says_whether_the_runs_are_equal(made: list[Verification], steps: str, code: int) -> None:
+    assert main(["verify", "exp.yaml", "--local", "--steps", steps]) == code
+
+
+@pytest.mark.parametrize("option", ["--local", "--cluster", "--runs-dir", "--steps"])
+def test_an_option_of_verify(made: list[Verification], tmp_path: Path, option: str) -> None:
     options = {
         "--local": [],
         "--cluster": ["h100"],
