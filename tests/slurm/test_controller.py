@@ -71,8 +71,7 @@ def test_what_a_cluster_refuses_and_what_it_holds_is_said(
             cluster.command("scontrol", "update", f"NodeName={node}", "State=resume")
     cluster.command(*release.split())  # what the words say is what helps
     assert held.wait_until_over().status.state == "finished"
-    wait_until(lambda: cluster.job(job_id)["JobState"] != "COMPLETING", "the job to end")
-    assert cluster.job(job_id)["JobState"] == "COMPLETED"
+    wait_until(lambda: cluster.job(job_id)["JobState"] == "COMPLETED", "the job to end")
 
 
 def test_a_controller_that_is_away_is_waited_for(cluster: Cluster, on_slurm: Callable[..., Project]) -> None:

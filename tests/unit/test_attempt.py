@@ -120,6 +120,8 @@ def test_a_killed_supervisor_changes_nothing_about_the_next_attempt(run: RunDir)
     assert 0.0 < pause(after) <= PAUSES[1]
     begin(after, ["node1"], 1)
     assert [attempt.began.how for attempt in read_status(run).attempts] == ["start", "in place", "in place"]
+    adopted = take_over(run, me()).adopted
+    assert adopted is not None and adopted == read_status(run).open_attempt, "its ranks train on"
 
 
 def test_a_requeue_is_journalled_before_it_is_asked_for_and_found_by_the_next_supervisor(run: RunDir) -> None:

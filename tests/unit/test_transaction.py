@@ -43,12 +43,12 @@ if [ -e {folder}/limit ] && [ $((queued + tasks)) -gt $(cat {folder}/limit) ]; t
  and/or time limits)" >&2
     exit 1
 fi
+if [ -e {folder}/kills ]; then kill -9 $PPID; sleep 0.5; fi  # it has asked the controller, which queues the job
 id=$(( queued + 17 ))
 for word in "$@"; do case "$word" in --comment=*) comment=${{word#--comment=}};; esac; done
 for task in $(seq 0 $((tasks - 1))); do
     [ -e {folder}/forgets ] || echo "$id${{last:+_$task}}|PENDING|N/A|N/A||p|Priority|$comment" >>{folder}/queue
 done
-if [ -e {folder}/kills ]; then kill -9 $PPID; sleep 0.5; fi
 if [ -e {folder}/silence ]; then cat {folder}/silence >&2; exit 1; fi
 echo $id
 """
@@ -290,6 +290,7 @@ def test_a_submission_killed_beside_its_sbatch_is_not_made_twice(slurm: Slurm) -
     slurm.says("kills")
     killed = start(slurm)
     assert killed.wait() == -signal.SIGKILL
+    (slurm.folder / "kills").unlink()
     again = submit(slurm)  # waits until sbatch, which holds the lock too, has ended
     assert (again.started, again.job_id, again.before.state) == (False, "17", "queued")
     assert len(slurm.calls) == 1
@@ -418,5 +419,6 @@ def test_a_sweep_killed_beside_its_sbatch_is_not_made_twice(slurm: Slurm) -> Non
     slurm.says("kills")
     killed = start(slurm, "--sweep", "seed=0,1,2")
     assert killed.wait() == -signal.SIGKILL
+    (slurm.folder / "kills").unlink()
     again = submit_sweep(slurm, 3)
     assert (again.jobs, states(slurm, again), len(slurm.calls)) == ([], ["queued"] * 3, 1)

@@ -94,8 +94,11 @@ def test_the_first_difference_is_named(name: str) -> None:
 
 
 def test_of_several_differences_the_earliest_is_named() -> None:
-    changed = [replace(item, state={**item.state, "model": "?"}) if item.step > 3 else item for item in INTERRUPTED]
-    difference = first_difference({0: STRAIGHT, 1: STRAIGHT}, {0: changed, 1: changed})
+    def changed_after(step: int) -> list[Place]:
+        return [replace(item, state={**item.state, "model": "?"}) if item.step > step else item for item in INTERRUPTED]
+
+    second = {0: changed_after(4), 1: changed_after(3), 2: changed_after(5)}
+    difference = first_difference(dict.fromkeys(second, STRAIGHT), second)
     assert difference is not None
     assert (difference.place.step, difference.place.attempt, difference.name) == (4, 2, "model")
 
