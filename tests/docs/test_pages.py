@@ -7,18 +7,20 @@
 
 Words after `sh` or `console`: `slurm` runs it on the tests' Slurm, `dry-run` adds --dry-run to each submission, and any
 other word names a program without which the block is left out. `^C` in the output of a command presses Ctrl-C once the
-run trains. Output is not compared: its numbers change, and a wrong word in it is a matter for a reader.
+run trains. Each line that a page shows must be one of the command's: numbers with a point may differ by a twentieth, as
+they depend on the processor, and lines with times, sizes and attempts are left out.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +40,27 @@ OF_A_MACHINE = re.compile(
 """Lines that prepare a machine: the tests run on a prepared one."""
 
 
+OF_A_MOMENT = re.compile(
+    r"\.\.\.|\^C|\d:\d\d|[\d?] s\b(?!\))|\d [kMG]i?B\b|\battempt \d+ |\brank \d+ on |stopped at step|^step \d+/"
+)
+"""What is in lines whose numbers are others each time."""
+
+NUMBER = re.compile(r"(\d+\.\d+(?:e-\d+)?)")
+
+
+def is_shown(line: str, output: str) -> bool:
+    """Return whether a line of a page is in a command's output, but for its seconds and the last digits."""
+    shown = re.sub(r" \(\d+ s\)", "", line.strip())
+    words, numbers = NUMBER.split(shown)[::2], NUMBER.findall(shown)
+    for other in output.splitlines():
+        plain = re.sub(r" \(\d+ s\)", "", other.strip())
+        if NUMBER.split(plain)[::2] == words:
+            pairs = zip(numbers, NUMBER.findall(plain), strict=True)
+            if all(math.isclose(float(one), float(two), rel_tol=0.05) for one, two in pairs):
+                return True
+    return False
+
+
 @dataclass
 class Command:
     """Lines that bash runs together."""
@@ -47,6 +70,8 @@ class Command:
     """Of the block's first line."""
     code: int = 0
     ctrl_c: bool = False
+    shown: Sequence[str] = ()
+    """Lines of its output that the page shows."""
 
 
 def commands_of(text: str) -> Iterator[Command | tuple[str, str]]:
@@ -70,12 +95,13 @@ def _typed(body: str, words: list[str]) -> Iterator[Command]:
         while line.endswith("\\"):
             more, _, output = output.partition("\n")
             line += f"\n{more.removeprefix('> ')}"
+        shown = [text for text in output.splitlines() if text.strip() and not OF_A_MOMENT.search(text)]
         if line == "echo $?" and pending is not None:
             pending.code = int(output.split()[0])
             continue
         if pending is not None:
             yield pending
-        pending = None if OF_A_MACHINE.match(line) else Command(line, words, ctrl_c="^C" in output)
+        pending = None if OF_A_MACHINE.match(line) else Command(line, words, ctrl_c="^C" in output, shown=shown)
     if pending is not None:
         yield pending
 
@@ -107,6 +133,7 @@ class Shell:
             os.killpg(process.pid, signal.SIGINT)
         output, _ = process.communicate(timeout=600)
         assert process.returncode == command.code, f"{text}\nexit code {process.returncode}\n{output}"
+        assert [line for line in command.shown if not is_shown(line, output)] == [], f"{text}\n{output}"
 
     def _trains(self) -> bool:
         runs = [RunDir(path.parent) for path in self.folder.glob("runs/*/progress.json")]

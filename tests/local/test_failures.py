@@ -75,12 +75,15 @@ def test_status_names_the_line_that_failed(failed: tuple[Launch, Any]) -> None:
 
 
 def test_an_error_of_all_ranks_before_the_first_step_is_tried_once(project: Project) -> None:
-    project.write("broken.py", "def train(rank):\n    raise ValueError('no such dataset')\n")
+    project.write(
+        "broken.py", "def train(rank):\n    open('tried', 'a').write('x')\n    raise ValueError('no such dataset')\n"
+    )
     words = ("submit", str(project.yaml), "--local", "task=broken:train", "resources.tasks_per_node=2")
     assert project.jobkit(*words, check=False).returncode == 1
     (folder,) = (project.folder / "runs").glob("scripted-*")
     launch = project.launch(folder)
     assert launch.causes == ["crashed"]
+    assert (project.folder / "tried").read_text() == "xx", "each rank once"
     assert (launch.ends[0].next, launch.ends[0].everywhere) == ("fail", True)
     assert "no such dataset" in str(launch.ends[0].traceback)
 

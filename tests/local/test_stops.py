@@ -60,6 +60,7 @@ def test_a_hang_up_stops_a_run_unless_it_was_ignored(project: Project) -> None:
     launch.end_training()
     assert again.wait() == 0
     assert launch.status.state == "finished"
+    launch.assert_repeated("none")
 
 
 def stop_and_resume(project: Project) -> tuple[Launch, Any]:

@@ -38,7 +38,8 @@ def test_agents_die_and_no_node_is_to_blame(
     assert launch.causes == ["unknown", "killed", "killed", "killed", "cancelled"]
     assert {ended.next for ended in launch.ends[:-1]} == {"in_place"}
     assert {tuple(attempt.nodes) for attempt in launch.status.attempts} == {("node1", "node2")}
-    assert {attempt.began.restart for attempt in launch.status.attempts} == {0}
+    assert (launch.status.job_id, cluster.job(str(job))["Restarts"]) == (job, "0")
+    launch.assert_repeated("none", *["since the checkpoint"] * 3)
 
 
 def test_the_job_is_requeued_before_a_save_ends_that_takes_as_long_as_slurm_waits(

@@ -116,6 +116,9 @@ def test_a_value_that_srun_refuses_is_tried_once(slurm: Cluster, on_slurm: Calla
     launch = on_slurm(slurm).submit(*words).wait_until_over()
     assert (launch.status.state, launch.causes) == ("failed", ["crashed"])
     assert launch.ends[0].final
+    job = str(launch.status.job_id)
+    wait_until(lambda: slurm.job(job)["JobState"] == "FAILED", "the job to end")
+    assert (slurm.job(job)["ExitCode"], slurm.job(job)["Restarts"]) == ("1:0", "0")
 
 
 def test_an_option_that_srun_does_not_know_is_refused_before_anything_is_queued(

@@ -133,6 +133,7 @@ def test_a_limit_of_the_user_refuses_and_the_same_command_works_later(
         assert refused.returncode == EXIT_BAD_INPUT
         assert "Traceback" not in refused.stderr
         assert len(refused.stderr.splitlines()) <= 2, refused.stderr
+        assert len(queue(cluster)) == 1, "the other job of this user alone"
     assert (before.status.state, len(list((project.folder / "runs").glob("scripted-*")))) == ("interrupted", 2)
 
     cluster.set_limit(MaxSubmitJobs=-1)

@@ -37,6 +37,7 @@ def test_preempted_twice_out_of_time_and_scancelled_changes_no_bit(
     cluster.command("scancel", str(launch.status.job_id))
     launch.wait_until_over()
     assert launch.status.state == "cancelled"
+    assert cluster.job(str(launch.status.job_id))["Restarts"] == "3"
     project.submit(*RESOURCES, steps=STEPS, **pauses)
     assert result(launch) == expected
     assert [attempt.began.how for attempt in launch.status.attempts] == ["start", *["requeue"] * 3, "resume"]

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from jobkit.run.identity import run_name
+from jobkit.run.load import load
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("experiments/*/README.md")]
 
@@ -28,6 +31,11 @@ def test_every_test_that_a_page_names_exists(page: str) -> None:
 def test_every_row_of_the_guarantees_names_a_test() -> None:
     rows = [line for line in (ROOT / "docs/guarantees.md").read_text(encoding="utf-8").splitlines() if line[:1] == "|"]
     assert [row for row in rows if "/test_" not in row and "---" not in row and not row.endswith("| test |")] == []
+
+
+def test_the_readme_names_the_run_of_its_first_command() -> None:
+    config = load(ROOT / "experiments/imagenet64.yaml").config
+    assert f"{run_name(config)} finished: " in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_links_between_pages_lead_to_a_file_and_a_heading() -> None:
