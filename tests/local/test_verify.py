@@ -18,6 +18,7 @@ from harness.training import training_project
 
 from jobkit.run.journal import read_status
 from jobkit.run.rundir import RunDir
+from jobkit.verify.compare import course_of, read_trace
 
 HARNESS = Path(__file__).parents[1] / "harness"
 YAML = "name: forgetful\ntask: forgetful_task:{task}\nparams: {{steps: 100, forgets: nothing}}\n"
@@ -69,6 +70,9 @@ def test_averaged_weights_are_state_although_they_require_no_gradient(tmp_path: 
 def test_streams_of_a_loader_are_exact(tmp_path: Path) -> None:
     code, report = verify(tmp_path, task="train_stream", ranks=2)
     assert (code, report["missing"]) == (0, ["epoch end"]), report
+    (straight,) = tmp_path.glob("runs/.verify/*/straight-*")
+    evaluations = course_of(read_trace(RunDir(straight))).evaluations
+    assert set(evaluations) - {0} == {5, 10, 15}, "each third of the steps, and not each 20"
 
 
 def test_epochs_over_foreign_loaders_are_exact(tmp_path: Path) -> None:
