@@ -36,8 +36,8 @@ def train(rank: Rank) -> dict[str, Any]:
                 fail(fault["kind"])
         time.sleep(params.get("step_seconds", 0.02))
         if rank.rank == 0:
+            note(rank, step)  # first: a step that others hear of is written down
             rank.report(step=step + 1, first_step=first, total_steps=steps, values={"train/loss": 1.0 / (step + 1)})
-            note(rank, step)
             if (step + 1) % every == 0:
                 checkpoint(rank, step + 1)
         if rank.stop_asked and not params.get("ignores_stop"):

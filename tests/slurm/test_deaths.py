@@ -17,7 +17,7 @@ def test_deaths_of_ranks_supervisor_and_a_node_stay_in_the_job(
     make_slurm: Callable[..., Cluster], on_slurm: Callable[..., Project]
 ) -> None:
     """Two nodes, and no spare. Requeued even once, the run would wait for two minutes."""
-    cluster = make_slurm(nodes=3)
+    cluster = make_slurm(nodes=3, slurmd_timeout=10)
     launch = on_slurm(cluster).submit(*RESOURCES, "resources.min_nodes=1", steps=100_000, every=5)
     launch.wait_for_step(15)
     job = str(launch.status.job_id)
@@ -61,6 +61,8 @@ def test_deaths_of_ranks_supervisor_and_a_node_stay_in_the_job(
         with contextlib.suppress(ProcessLookupError):  # the agent ends the others of an attempt
             os.kill(pid, signal.SIGKILL)
     launch.wait_for_attempt(6)
+    wait_until(lambda: "down" in cluster.node_state(lost), "Slurm to notice the node")
+    launch.wait_for_step(launch.step + 30)
     assert (cluster.job(job)["JobState"], cluster.job(job)["Restarts"]) == ("RUNNING", "0"), "never in the queue"
     launch.project.jobkit("cancel", "-y", launch.run.name)
     launch.wait_until_over()

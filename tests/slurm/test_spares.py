@@ -27,6 +27,7 @@ def test_the_run_goes_on_with_the_nodes_that_are_left(
     batch_node, with_ranks = cluster.job(job)["BatchHost"], launch.rank_nodes(4)
     assert cluster.job(job)["NodeList"] == "node[1-4]", "Slurm gave it the dead node too"
     assert len(set(with_ranks)) == 2 and "node2" not in with_ranks
+    assert launch.ends == [], "each node has an srun of its own, before an attempt is spent"
     (spare,) = nodes - {"node2", *with_ranks}
 
     # A spare that stands by is lost: no attempt ends.
