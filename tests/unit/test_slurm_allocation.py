@@ -1,0 +1,56 @@
+"""A Slurm job as an allocation, with a stand-in for srun: it starts one agent at a time, and none on the node `bad`."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness.journals import make_run, submitted
+from harness.runs import wait_until
+
+from jobkit.run.schema import Config
+from jobkit.slurm import nodes
+from jobkit.supervisor.allocation import LaunchFailure, Look
+from jobkit.supervisor.slurm_allocation import SlurmAllocation
+from jobkit.supervisor.tenure import Me
+
+SRUN = """\
+#!/bin/sh
+for word; do case $word in --nodelist=*) echo "${word#--nodelist=}" >>"$(dirname "$0")/calls";; esac; done
+case "$*" in *--nodelist=*,*|*--nodelist=bad*) echo "srun: error: no step" >&2; exit 1;; esac
+exec sleep 600
+"""
+
+
+@pytest.fixture
+def allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmAllocation]:
+    (tmp_path / "srun").write_text(SRUN)
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node1,bad,node3")
+    monkeypatch.setattr(nodes, "expand", lambda text: text.split(","))
+    run = make_run(tmp_path / "runs", "toy-11f5f19c", submitted("slurm"))
+    made = SlurmAllocation(run, Me(job_id="7", token="t"), Config(name="toy", task="m:f"))
+    yield made
+    for step in made._steps:
+        step.srun.kill()
+
+
+def test_each_node_has_an_srun_of_its_own_and_the_bad_one_is_found(allocation: SlurmAllocation, tmp_path: Path) -> None:
+    names, ready = allocation.nodes(), {"node1", "node3"}
+    calls = tmp_path / "calls"
+    calls.touch()
+    allocation.start_agents(names, 1)
+
+    def failure_of(missing: set[str]) -> LaunchFailure | None:
+        return allocation.launch_failure(missing, Look(asked=time.monotonic()))
+
+    wait_until(lambda: failure_of(set(names)) or len(calls.read_text().split()) == 4, "an srun for each")
+    failure = wait_until(lambda: failure_of(set(names) - ready), "the end of the last srun")
+    assert calls.read_text().split()[0] == ",".join(names)
+    assert sorted(calls.read_text().split()[1:]) == sorted(names)
+    assert (failure.nodes, failure.final) == ({"bad"}, False)
+    assert "no step" in failure.words
