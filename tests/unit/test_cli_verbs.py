@@ -294,10 +294,6 @@ def test_wait_says_how_each_run_ends_as_soon_as_it_does(tmp_path: Path, capsys: 
     assert [line.split()[:2] for line in lines] == [["toy-00000001:", "finished"], ["toy-00000000:", "failed"]]
 
 
-def test_a_bare_number_of_wait_is_of_seconds() -> None:
-    assert [wait._seconds(text) for text in ("60", "60s", "1min")] == [60, 60, 60]
-
-
 def test_wait_gives_up_in_time(tmp_path: Path) -> None:
     run = make_run(tmp_path, NAME, submitted(), began())
     with run.alive_lock():
