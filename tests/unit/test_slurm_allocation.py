@@ -48,7 +48,8 @@ def test_each_node_has_an_srun_of_its_own_and_the_bad_one_is_found(allocation: S
     def failure_of(missing: set[str]) -> LaunchFailure | None:
         return allocation.launch_failure(missing, Look(asked=time.monotonic()))
 
-    wait_until(lambda: failure_of(set(names)) or len(calls.read_text().split()) == 4, "an srun for each")
+    found = wait_until(lambda: failure_of(set(names)) or len(calls.read_text().split()) == 4, "an srun for each")
+    assert found is True, found
     failure = wait_until(lambda: failure_of(set(names) - ready), "the end of the last srun")
     assert calls.read_text().split()[0] == ",".join(names)
     assert sorted(calls.read_text().split()[1:]) == sorted(names)
