@@ -51,7 +51,8 @@ from jobkit.run.slots import Phase
 def train(rank):
     for step in range(rank.params["steps"]):
         rank.beat(step)
-        (rank.run.path / f"pid_{rank.rank}").write_text(str(os.getpid()))
+        if step == 0:  # once: a reader may see a file empty that is written again
+            (rank.run.path / f"pid_{rank.rank}").write_text(str(os.getpid()))
         rank.report(step=step)
         if rank.stop_asked:
             rank.beat(step, Phase.SAVING)
