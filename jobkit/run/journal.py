@@ -19,7 +19,7 @@ from typing import Any
 
 from jobkit.errors import LostLease
 from jobkit.run import older, records
-from jobkit.run.files import json_text, read_fresh, write_json
+from jobkit.run.files import json_text, read_fresh, sync_folder, write_json
 from jobkit.run.records import EVENTS, Event
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Status, fold
@@ -93,6 +93,9 @@ def _append(file: Path, data: bytes) -> None:
             if written < len(data):
                 raise OSError(28, "No space left on device", str(file))
             os.fsync(descriptor)
+            if not end:  # of the first event the names are new, too: the journal's, and often the run's
+                sync_folder(file.parent)
+                sync_folder(file.parent.parent)
         except OSError:
             os.ftruncate(descriptor, end)
             raise
