@@ -119,8 +119,15 @@ def _is_test(root: Path, name: str) -> bool:
 
 
 def read_table(file: Path = TABLE) -> list[Mutant]:
-    """Return the entries of the table."""
-    return [Mutant(**entry) for entry in yaml.safe_load(file.read_text(encoding="utf-8"))]
+    """Return the entries of the table. Raises WrongTable."""
+    mutants: list[Mutant] = []
+    try:
+        mutants.extend(Mutant(**entry) for entry in yaml.safe_load(file.read_text(encoding="utf-8")))
+    except (OSError, TypeError, yaml.YAMLError) as error:
+        raise WrongTable(f"entry {len(mutants) + 1}: {error}") from None
+    if twice := [entry.promise for n, entry in enumerate(mutants) if entry.promise in {m.promise for m in mutants[:n]}]:
+        raise WrongTable(f"two entries have the same promise: {', '.join(twice)}")
+    return mutants
 
 
 # Places after a move
@@ -165,7 +172,7 @@ def _new_test(root: Path, name: str) -> str:
 
 def _the_only(old: str, places: list[str]) -> str:
     if len(places) != 1:
-        raise WrongTable(f"{old} may be at {len(places)} places: {', '.join(places)}")
+        raise WrongTable(f"{old} may be at {len(places)} places: {', '.join(places) or 'none'}; correct it by hand")
     return places[0]
 
 
@@ -263,12 +270,15 @@ def main() -> int:
             print("\n".join(rekey(arguments.table, ROOT)) or "nothing was moved")
             return 0
         mutants = chosen(read_table(arguments.table), arguments.words, arguments.tenth)
+        if not mutants:  # pytest would take no test for all of them
+            parser.error(f"no entry: no promise or place has one of the words {arguments.words}; none at all means all")
         for mutant in mutants:
             mutant.broken_text(ROOT)
             if missing := mutant.missing_tests(ROOT):
                 raise WrongTable(f"{mutant.promise}: there is no {', '.join(missing)}")
     except WrongTable as error:
-        print(f"{arguments.table}: {error} (after a move of files: tools/test mutants --rekey)", file=sys.stderr)
+        hint = "" if arguments.rekey else " (after a move of files: tools/test mutants --rekey)"
+        print(f"{arguments.table}: {error}{hint}", file=sys.stderr)
         return 2
     return run_all(mutants, max(1, min(arguments.workers, len(mutants))))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -105,3 +107,33 @@ def test_a_line_that_is_gone_is_an_error_and_the_table_stays(root: Path) -> None
     with pytest.raises(WrongTable):
         rekey(root / "mutants.yaml", root)
     assert (root / "mutants.yaml").read_text(encoding="utf-8") == TABLE
+
+
+ENTRY = TABLE.partition("\n\n")[2]
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        (ENTRY + ENTRY.replace("place", "plcae"), "entry 2: .*plcae"),
+        (ENTRY.replace("  broken: pass\n", ""), "entry 1: .*broken"),
+        (ENTRY.replace("adds", "{"), "line 3"),
+        (ENTRY * 2, "same promise: adds"),
+        ("", "NoneType"),
+        (None, "No such file"),
+    ],
+)
+def test_a_table_that_cannot_be_read_is_an_error_that_says_where(tmp_path: Path, table: str | None, words: str) -> None:
+    file = tmp_path / "mutants.yaml"
+    if table is not None:
+        file.write_text(table, encoding="utf-8")
+    with pytest.raises(WrongTable, match=words):
+        read_table(file)
+    done = subprocess.run([sys.executable, ROOT / "tools/mutants.py", "--table", file], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_a_word_that_no_entry_has_runs_nothing() -> None:
+    done = subprocess.run([sys.executable, ROOT / "tools/mutants.py", "no such word"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "no such word" in done.stderr
