@@ -14,6 +14,7 @@ from harness.ranks import run_ranks
 from safetensors.torch import load_file
 from torch import nn
 
+from jobkit.checkpoint import memory
 from jobkit.checkpoint.checkpointer import Checkpointer
 from jobkit.checkpoint.live import Entry
 from jobkit.checkpoint.memory import RECORD
@@ -175,6 +176,7 @@ def snapshots(ranks: RankGroup, folder: Path, fault: str) -> Any:
     expected = digest(model, optimizer)
     if ranks.rank == 0:  # this rank's newest snapshot is no good: all take the one before
         slot = checkpointer.snapshots._slots[0]  # type: ignore[index]
+        assert {record.attempt for record in slot.records()} == {1}
         if fault == "damaged":
             slot.memory(0)[RECORD + 8] ^= 1
         else:  # of another attempt, in which the other rank died before it had this one
@@ -196,10 +198,10 @@ def test_the_newest_snapshot_that_all_ranks_have_whole_is_taken(tmp_path: Path, 
         assert answer == (first, 2, rank, False)
 
 
-def on_other_nodes(ranks: RankGroup, folder: Path, nodes: list[tuple[int, int]]) -> Any:
-    """Each rank is on a node of its own. The first is lost, a new one comes last, and the ranks are numbered anew."""
+def on_other_nodes(ranks: RankGroup, folder: Path, slots: list[tuple[int, int]], each: int) -> Any:
+    """`each` ranks are on a node. The first is lost, a new one comes last, and the ranks are numbered anew."""
     model, optimizer = make_model(1)
-    checkpointer = make(ranks, folder, 1, nodes[ranks.rank], ranks_per_node=1)
+    checkpointer = make(ranks, folder, 1, slots[ranks.rank], ranks_per_node=each)
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
     checkpointer.snapshot(1, entries(model, optimizer, Own(ranks.rank)), {}, 0)
@@ -208,15 +210,30 @@ def on_other_nodes(ranks: RankGroup, folder: Path, nodes: list[tuple[int, int]])
     expected = digest(model, optimizer)
     model, optimizer = make_model(2)
     mine = Own(None)
-    again = make(ranks, folder, 2, nodes[ranks.rank + 1], ranks_per_node=1)
+    again = make(ranks, folder, 2, slots[ranks.rank + each], ranks_per_node=each)
     again.restore(entries(model, optimizer, mine))
     assert again.restored is not None
     return again.restored.step, mine.value, digest(model, optimizer) == expected
 
 
-def test_a_snapshot_of_a_lost_node_lies_on_the_next_and_goes_to_the_nodes_that_need_it(tmp_path: Path) -> None:
-    nodes = [(os.memfd_create("first"), os.memfd_create("second")) for _ in range(4)]
-    assert run_ranks(on_other_nodes, 3, tmp_path, nodes) == [(1, rank, True) for rank in range(3)]
+@pytest.mark.parametrize(("count", "each"), [(3, 1), (4, 2)])
+def test_a_snapshot_of_a_lost_node_lies_on_the_next_and_goes_to_the_nodes_that_need_it(
+    tmp_path: Path, count: int, each: int
+) -> None:
+    slots = [(os.memfd_create("first"), os.memfd_create("second")) for _ in range(count + each)]
+    assert run_ranks(on_other_nodes, count, tmp_path, slots, each) == [(1, rank, True) for rank in range(count)]
+
+
+def without_room(ranks: RankGroup, folder: Path) -> bool:
+    """One rank finds no room for a snapshot; returns whether this one goes on with them."""
+    memory.free_bytes = lambda: 0 if ranks.rank == 1 else 1 << 40
+    checkpointer = make(ranks, folder, 1, (os.memfd_create("first"), os.memfd_create("second")))
+    checkpointer.snapshot(1, [Entry(name="own", live=Own(1))], {}, 0)
+    return checkpointer.snapshots.is_on
+
+
+def test_a_rank_without_room_ends_the_snapshots_of_all(tmp_path: Path) -> None:
+    assert run_ranks(without_room, 3, tmp_path) == [False] * 3
 
 
 def on_disks_of_their_own(ranks: RankGroup, folder: Path, lost: dict[int, list[str]]) -> int | str:

@@ -154,9 +154,12 @@ def test_exits_are_acknowledged_once_they_are_in_the_journal(agents: Agents, run
 
 
 def test_an_agent_may_call_again(agents: Agents, run: RunDir) -> None:
-    call(agents, run).socket.close()
+    first = call(agents, run)
+    agents.by_node["node1"].pressed = 1
+    first.socket.close()
     agents.wait(0.05)
     again = call(agents, run)
+    assert agents.by_node["node1"].pressed == 0, "it may have missed the order"
     agents.send(agents.by_node["node1"], Signal(attempt=1, name="STOP"))
     assert again.hears() == Signal(attempt=1, name="STOP")
     assert [message for _, message in agents.wait(module.CALL_AGAIN_SECONDS + 0.2)] == []
@@ -173,6 +176,7 @@ def test_an_agent_that_takes_the_place_of_another_shows_its_death(agents: Agents
     ("closed", "lost"),
     [
         (["node2"], {"node2": "gone"}),
+        (["node1", "node2"], {"node1": "gone", "node2": "gone"}),
         (["node1", "node2", "node3"], {"node1": "step", "node2": "step", "node3": "signalled"}),
     ],
 )
@@ -224,6 +228,7 @@ def test_an_agent_that_starts_ranks_is_not_ready_for_others(agents: Agents, run:
     news_of(agents)
     agent = agents.by_node["node1"]
     assert agent.is_ready
+    agent.pressed = 4  # of the attempt before
     agents.send(agent, Start(attempt=1, ranks=PLACES, world_size=1, nodes=1, master_addr="127.0.0.1", master_port=4))
-    assert not agent.is_ready
+    assert not agent.is_ready and not agent.pressed
     assert agents.address_of("node1") == "127.0.0.1"

@@ -17,7 +17,7 @@ import pytest
 from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, LostLease
 from jobkit.run import records
 from jobkit.run.journal import Journal, events, read_status
-from jobkit.run.records import End, Ended, Excluded, Progress, Request, Submitted
+from jobkit.run.records import End, Ended, Excluded, Progress, Refused, Request, Submitted
 from jobkit.run.rundir import RunDir
 from jobkit.slurm.jobs import Job
 from jobkit.supervisor.attempt import EXIT_RUN_FAILED, begin, close, pause, rescue, take_over
@@ -157,6 +157,16 @@ def test_a_run_that_has_failed_is_left_alone_until_it_is_submitted_again(run: Ru
     started(run, me("t2", "8"))
 
 
+def test_a_submission_of_a_person_begins_the_counts_of_retry_anew(run: RunDir) -> None:
+    run.config_file.write_text("name: toy\ntask: toy:train\nretry: {crash: 2}\n")
+    tenure = started(run)
+    assert close(tenure, KILLED, HERE).action == "in_place"
+    begin(tenure, ["node1"], 1)
+    assert close(tenure, KILLED, HERE).action == "fail"
+    submit(run, 2)
+    assert close(started(run, me("t2", "8")), KILLED, HERE).action == "in_place"
+
+
 # Two jobs, and none
 
 
@@ -170,6 +180,8 @@ def test_a_job_whose_token_is_not_the_newest_begins_nothing(run: RunDir) -> None
     with pytest.raises(NotRunnable):
         begin(tenure, ["node1"], 1)
     assert "attempt began" not in kinds(run)
+    Journal(run).append(Refused(token="t2", error="no"))
+    assert read_status(run).state == "queued", "what an older submission says of itself is not about the run"
 
 
 def test_of_two_processes_that_take_over_the_last_one_writes(run: RunDir) -> None:

@@ -18,6 +18,7 @@ from torch.utils.data import (
     Dataset,
     IterableDataset,
     Sampler,
+    Subset,
 )
 
 from jobkit.errors import UsageError
@@ -79,10 +80,12 @@ def test_weights_draw_with_replacement() -> None:
 # The own loader
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_samples_and_their_noise_are_equal_on_any_ranks_and_workers(workers: int) -> None:
-    whole = Loader(Noisy(), global_batch_size=8)
-    parts = [Loader(Noisy(), global_batch_size=8, rank=rank, world_size=3, num_workers=workers) for rank in range(3)]
+@pytest.mark.parametrize(
+    ("dataset", "workers"), [(Noisy(), 0), (Noisy(), 2), (Subset(Noisy(), range(37)), 0)], ids=["0", "2", "subset"]
+)
+def test_samples_and_their_noise_are_equal_on_any_ranks_and_workers(dataset: Dataset[Tensor], workers: int) -> None:
+    whole = Loader(dataset, global_batch_size=8)
+    parts = [Loader(dataset, global_batch_size=8, rank=rank, world_size=3, num_workers=workers) for rank in range(3)]
     for _ in range(6):
         expected = next(whole)
         assert torch.equal(torch.cat([next(part) for part in parts]), expected)

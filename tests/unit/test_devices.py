@@ -65,6 +65,7 @@ def test_first_come_first_served(make: Make) -> None:
     assert not large.take()
     assert not small.take(), "device 6 is free, but the run before needs it"
     assert elsewhere.take(), "the run before does not want device 7"
+    assert not make("e", 1, "6,8").take(), "it does want one of these"
     holder.close()
     assert not small.take()
     assert large.take()

@@ -129,6 +129,12 @@ def test_a_successor_has_a_token_of_its_own(
     assert [name for name in slurm.environment if name.startswith("JOBKIT_")] == ["JOBKIT_RUNS"]  # a person's
 
 
+def test_the_successor_of_a_task_of_an_array_is_that_task_alone(slurm: Slurm, journal: Journal) -> None:
+    journal.append(Submitted(token="jobkit:toy:1:abc", number=1, scheduler="slurm", task=3))
+    start_again(journal, "successor")
+    assert slurm.said == ["sbatch --dependency=afterany:7 --array=3"]
+
+
 def test_a_successor_whose_sbatch_did_not_answer_is_looked_for(slurm: Slurm, journal: Journal) -> None:
     slurm.job = PREEMPTED
     slurm.errors = {"submit": [SchedulerTimeout("")]}

@@ -14,6 +14,7 @@ from harness.runs import wait_until
 from jobkit.run.schema import Config
 from jobkit.slurm import nodes
 from jobkit.supervisor.allocation import LaunchFailure, Look
+from jobkit.supervisor.placement import Placement
 from jobkit.supervisor.slurm_allocation import SlurmAllocation
 from jobkit.supervisor.tenure import Me
 
@@ -55,3 +56,11 @@ def test_each_node_has_an_srun_of_its_own_and_the_bad_one_is_found(allocation: S
     assert sorted(calls.read_text().split()[1:]) == sorted(names)
     assert (failure.nodes, failure.final) == ({"bad"}, False)
     assert "no step" in failure.words
+
+
+def test_an_attempt_begins_in_place_where_time_is_left(allocation: SlurmAllocation) -> None:
+    placement = Placement(allocation.nodes(), (), (), count=lambda usable: usable)
+    for seconds, is_enough in ((500.0, True), (100.0, False)):
+        look = Look(asked=0.0, ends=time.monotonic() + seconds, margin=90.0)
+        room = allocation.room(None, look, placement)  # type: ignore[arg-type]
+        assert room.in_place(frozenset()) == is_enough
