@@ -24,11 +24,11 @@ DECAY, STEPS = 0.3, 6
 Averages = tuple[plain.Seen, list[plain.Arrays]]
 
 
-def averages(ranks: RankGroup, folder: Path) -> Averages:
+def averages(ranks: RankGroup, folder: Path, data: str) -> Averages:
     """Return what plain torch saw, and of ctx: weights, those within evaluating, those after it, and final/'s."""
     make = torch.optim.AdamW
     expected = plain.train(ranks, steps=STEPS, make=make, ema_decay=DECAY, fused=True, **ADAM)
-    ctx = make_context(folder, ranks, under_ctx.config())
+    ctx = make_context(folder, ranks, under_ctx.config(parallel={"data": data}))
     model = ctx.parallelize(plain.net())
     optimizer = ctx.optimizer(model, jobkit.optim.fused_ema_adam, ema_decay=DECAY, **ADAM)
     ctx.track(model=model, optimizer=optimizer)
@@ -45,15 +45,40 @@ def averages(ranks: RankGroup, folder: Path) -> Averages:
     return expected, [*seen, plain.arrays(load_file(ctx.run_dir / "final" / "model.safetensors").items())]
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_averages_are_those_of_an_averaged_model_and_the_final_weights(tmp_path: Path, world_size: int) -> None:
-    for expected, (trained, within, after, final) in run_ranks(averages, world_size, tmp_path):
+@pytest.mark.parametrize(("data", "world_size"), [("ddp", 1), ("ddp", 3), ("zero1", 3)])
+def test_averages_are_those_of_an_averaged_model_and_the_final_weights(
+    tmp_path: Path, data: str, world_size: int
+) -> None:
+    for expected, (trained, within, after, final) in run_ranks(averages, world_size, tmp_path, data):
         for name, weight in expected.weights[-1].items():
             assert difference(trained[name], weight) == difference(after[name], weight) == 0.0
             average = expected.final[name]
             assert difference(average, weight) > 1e-3
             # The average is moved by lerp in one, by two products in the other.
             assert difference(within[name], average) < 1e-6 and difference(final[name], average) < 1e-6
+
+
+def replicas(ranks: RankGroup, folder: Path) -> tuple[list[float], list[float], list[float]]:
+    """Return a rank's own weights between two averages of local SGD, those within ctx.averaged, and those after it."""
+    ctx = make_context(folder, ranks, under_ctx.config(comm={"local_sgd": 9}))
+    model = ctx.parallelize(nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ctx.track(model=model, optimizer=optimizer)
+    for _ in ctx.steps(1):
+        ctx.backward(model, (torch.full((1, 3), ranks.rank + 1.0), torch.ones(1, 1)), plain.mse, global_batch_size=3)
+        ctx.update(optimizer)
+        own = model.weight[0].tolist()
+        with ctx.averaged(optimizer):
+            within = model.weight[0].tolist()
+        after = model.weight[0].tolist()
+    return own, within, after
+
+
+def test_an_evaluation_under_local_sgd_is_of_the_mean_of_all_replicas(tmp_path: Path) -> None:
+    owns, withins, afters = zip(*run_ranks(replicas, 3, tmp_path), strict=True)
+    assert owns == afters and len(set(map(tuple, owns))) == 3
+    for within in withins:
+        assert within == pytest.approx(torch.tensor(owns).mean(0).tolist())
 
 
 def test_the_cosine_is_torchs_after_its_warm_up() -> None:

@@ -24,6 +24,7 @@ from jobkit.train.seeds import generator_state
 from jobkit.train.spread import Spread
 from jobkit.train.step import Step
 from jobkit.worker.context import Context
+from jobkit.worker.health import NotFinite
 
 CPU = torch.device("cpu")
 EACH_STEP = CheckpointConfig(every=1, memory="off", keep=2)
@@ -84,6 +85,17 @@ def test_on_nan_says_whether_a_loss_that_is_no_number_ends_the_run(tmp_path: Pat
     else:
         with pytest.raises(Exception, match="step 3"):
             train()
+    ctx.close()
+
+
+def test_a_loss_that_is_no_number_is_not_saved_where_a_break_leaves_its_step(tmp_path: Path) -> None:
+    ctx = context(tmp_path)
+    ctx.track(model=nn.Linear(1, 1))
+    for _ in ctx.steps(6):
+        ctx.log({"train/loss": math.nan})
+        break
+    with pytest.raises(NotFinite):
+        ctx.finish()
     ctx.close()
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness.ranks import run_ranks
+from harness.ranks import make_context, run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.torch_version import TorchVersion
@@ -18,6 +19,7 @@ from torch.torch_version import TorchVersion
 import jobkit
 from jobkit.errors import UsageError
 from jobkit.group import RankGroup
+from jobkit.run.schema import Config, ParallelConfig
 from jobkit.train.accumulation import call
 from jobkit.train.gradients import clip_gradients, gradient_norm
 from jobkit.train.pipeline import OLDEST_TORCH, Pipeline, cut_stages, stage_of
@@ -172,6 +174,27 @@ def test_dropout_draws_alike_again_and_the_common_stream_stays_common() -> None:
     assert losses[0] != losses[1] and losses[:2] == losses[2:]
     assert draws == other_draws and draws[:2] == draws[2:]
     assert first + second == 4 * 3, "finding the shapes is no forward of a step"
+
+
+def evaluation(ranks: RankGroup, folder: Path) -> tuple[float, float]:
+    """Return the mean of a model whose stages have equally large buffers, of ctx and of the whole model."""
+    model = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+    )
+    torch.nn.init.constant_(model[3].running_mean, 5.0)
+    expected = float(model.eval()(X).square().mean())
+    config = Config(name="test", task="m:f", parallel=ParallelConfig(pipeline=2))
+    ctx = make_context(folder, ranks, config)
+    stages = ctx.parallelize(model)
+    with ctx.evaluating(stages):
+        mean = ctx.evaluate(lambda batch, ids: stages(batch).square().mean(1), X, batch_size=4)
+    ctx.close()
+    return mean, ranks.broadcast(expected)
+
+
+def test_a_stage_evaluates_with_its_own_buffers(tmp_path: Path) -> None:
+    for mean, expected in run_ranks(evaluation, 2, tmp_path):
+        assert mean == pytest.approx(expected)
 
 
 class OwnForward(nn.Sequential):
