@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 
 from jobkit.cli.main import main
 from jobkit.cli.verify import shortened
+from jobkit.run.load import load
 from jobkit.run.records import InterruptionKind
+from jobkit.submission.plan import LaunchPlan, Target
 from jobkit.verify.compare import Place, course_of, differing_values, first_difference, repeated_steps
 from jobkit.verify.explain import difference_lines, interruption_words
 from jobkit.verify.plan import KINDS, Course, interruptions
@@ -180,3 +183,25 @@ def test_params_of_verify_reach_the_command_and_typed_ones_come_last(tmp_path: P
     config = shortened(file, ["params.lr=0.9"]).config
     assert config.command[-1] == "--steps=15"
     assert config.params == {"steps": 15, "lr": 0.9, "model": {"dim": 2, "depth": 3}}
+
+
+def test_each_run_of_a_verification_has_another_hash_seed_and_is_copied_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    yaml = tmp_path / "toy.yaml"
+    yaml.write_text("name: toy\ntask: toy:train\nmirror: {wandb: {}}\nafter: [toy-11f5f19c]\n")
+    seeds: list[str] = []
+
+    def submit(plan: LaunchPlan, *_: Any, **__: Any) -> None:
+        assert (plan.loaded.written["mirror"]["wandb"], plan.loaded.written["after"]) == (None, [])
+        seeds.append(os.environ["PYTHONHASHSEED"])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jobkit.submission.transaction.submit", submit)
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    target = Target("local", "local", {})
+    made = Verification(loaded=load(yaml), folder=tmp_path, runs_dir=tmp_path, target=target, steps=9)
+    for name in ("straight", "interrupted", "straight-again"):
+        with pytest.raises(KeyboardInterrupt):
+            made._trace(name, [])
+    assert len(set(seeds)) == 3
