@@ -62,14 +62,17 @@ class Stream(IterableDataset[torch.Tensor]):
 
 
 class Resumable(Stream):
-    """A stream that goes on from its state."""
+    """A stream that goes on from its state, in the pass that it is told."""
 
-    place, read = 0, 0
+    place, read, epoch = 0, 0, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         while self.place < len(self.numbers):
             self.place, self.read = self.place + 1, self.read + 1
-            yield torch.tensor([self.numbers[self.place - 1], random.random()])
+            yield torch.tensor([self.numbers[self.place - 1], random.random(), self.epoch])
         self.place = 0
 
     def state_dict(self) -> dict[str, Any]:
