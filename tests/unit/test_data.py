@@ -27,6 +27,7 @@ from jobkit.train.loader import Loader
 from jobkit.train.order import SampleOrder, feistel, permuted
 from jobkit.train.seeds import generator_state, load_generator_state, preserved_generators, seed_generators
 from jobkit.train.workers import fork_workers
+from jobkit.worker.tracked import Generators
 
 
 class Noisy(Dataset[Tensor]):
@@ -202,6 +203,14 @@ class Guessed(IterableDataset[int]):
 
     def __len__(self) -> int:
         return 9
+
+
+def test_on_another_number_of_ranks_each_rank_draws_its_own_numbers() -> None:
+    before, drawn = Generators(0, 0, 2, ()).state_dict(), [draws()]
+    for rank in range(3):
+        Generators(0, rank, 3, ()).load_state_dict(before)
+        drawn.append(draws())
+    assert len(set(drawn)) == 4
 
 
 @pytest.mark.parametrize(
