@@ -87,6 +87,14 @@ class Project:
         done = self.jobkit("submit", str(self.yaml), *with_params(params), *arguments, "--json")
         return self.launch(json.loads(done.stdout)["dir"])
 
+    def only_run(self, *others: Launch) -> Launch:
+        """Return the run of this folder, beside these others, once it has begun."""
+        known = {other.run.path for other in others}
+        (path,) = wait_until(
+            lambda: {file.parent for file in self.folder.glob("runs/*-*/events.jsonl")} - known, "a run directory"
+        )
+        return self.launch(path)
+
     def launch(self, path: Path | str) -> Launch:
         """Return the run in a directory."""
         return Launch(self, RunDir(path))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shutil
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from harness.ranks import free_port, make_rank, run_ranks
-from harness.runs import PATIENCE, Project, wait_until
+from harness.runs import PATIENCE, Project
 from harness.training import curve, points
 from harness.training_task import digest
 from torch.utils.data import Dataset
@@ -181,8 +180,7 @@ def test_a_script_under_torchrun_is_stopped_killed_and_ends_as_if_nothing_had_ha
             )
         made.write("train.py", script.replace("LENGTH = 64", f"LENGTH = 64\n{MARK}"))
         process = subprocess.Popen(words, cwd=made.folder, env=made.environment)
-        find = functools.partial(lambda folder: next((folder / "runs").glob("*-*"), None), made.folder)
-        launch = made.launch(wait_until(find, "a run directory"))
+        launch = made.only_run()
         launches.append(launch)
         if name == "interrupted":
             launch.wait_for_step(5).project.jobkit("preempt", str(launch.run.path), "-y")

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness.runs import PATIENCE, Launch, Project, wait_until
+from harness.runs import PATIENCE, Project
 from harness.training import points
 
 HERE = Path(__file__).parent
@@ -58,20 +58,16 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, output
 
 
-def only_run(made: Project) -> Launch:
-    return made.launch(wait_until(lambda: next(iter((made.folder / "runs").glob("*-*")), None), "a run directory"))
-
-
 def test_a_script_with_a_trainer_is_stopped_and_killed_and_goes_on_exactly(tmp_path: Path) -> None:
     straight, made = project(tmp_path / "straight"), project(tmp_path / "interrupted")
     for place in (straight, made):
         place.write("script.py", SCRIPT)
     code, output = finish(start(straight, "0"))
     assert code == 0, output
-    expected = only_run(straight)
+    expected = straight.only_run()
 
     process = start(made, "0.3")
-    launch = only_run(made).wait_for_step(14)
+    launch = made.only_run().wait_for_step(14)
     made.jobkit("preempt", str(launch.run.path), "-y")
     code, output = finish(process)
     assert (code, "Traceback" in output) == (75, False), output

@@ -8,8 +8,6 @@ import signal
 
 from harness.runs import Launch, Project, wait_until
 
-from jobkit.run.rundir import RunDir
-
 
 def row(project: Project, launch: Launch) -> dict[str, object]:
     """Return what `list` says of a run."""
@@ -50,8 +48,7 @@ def test_a_run_that_waits_can_be_stopped_and_cancelled(project: Project) -> None
     wait_until(lambda: f"waiting: {first.run.name}" in process.stdout.readline(), "the words")
     process.send_signal(signal.SIGINT)
     assert process.wait() == 75
-    (folder,) = set((project.folder / "runs").glob("scripted-*")) - {first.run.path}
-    second = Launch(project, RunDir(folder))
+    second = project.only_run(first)
     assert (second.status.state, second.status.attempts) == ("interrupted", [])
 
     project.jobkit("resume", second.run.name, "--detach")
@@ -69,8 +66,7 @@ def test_each_end_of_a_run_is_told_once(project: Project) -> None:
     command = 'echo "$JOBKIT_NAME|$JOBKIT_STATE|$JOBKIT_STEP|$JOBKIT_RESULT|$JOBKIT_ERROR" >>said'
     words = ("submit", str(project.yaml), "--local", "params.steps=100000")
     process = project.start(*words, "--notify", command)
-    folders = wait_until(lambda: list((project.folder / "runs").glob("scripted-*/config.yaml")), "the run directory")
-    launch = Launch(project, RunDir(folders[0].parent)).wait_for_step(5)
+    launch = project.only_run().wait_for_step(5)
     process.send_signal(signal.SIGINT)
     assert process.wait() == 75
 
@@ -95,8 +91,7 @@ def test_a_run_that_the_command_starts_lives_on_its_own(project: Project) -> Non
     first = project.submit(*words, steps=50, faults=fault).wait_until_over()
     wait_until(lambda: not first.run.alive_lock().is_held(), "the end of the job")
     assert "a fault of the script" in (project.folder / "said").read_text()
-    (folder,) = set((project.folder / "runs").glob("scripted-*")) - {first.run.path}
-    second = Launch(project, RunDir(folder)).wait_for_step(20)
+    second = project.only_run(first).wait_for_step(20)
     assert second.run.alive_lock().is_held()
     second.end_training().wait_until_over()
     assert second.causes == ["finished"]

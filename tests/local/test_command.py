@@ -133,8 +133,7 @@ def test_a_shell_that_waits_for_its_program_lets_it_save_and_its_exit_code_decid
     words = ("submit", str(program.yaml), "--local", "command=[bash, train.sh]", "resources.nodes=1")
     words = (*words, "resources.tasks_per_node=1")
     process = program.start(*words)
-    (run,) = wait_until(lambda: list((program.folder / "runs").glob("program-*/events.jsonl")), "the run")
-    launch = program.launch(run.parent)
+    launch = program.only_run()
     outputs = launch.run.outputs
     for number in range(2):
         wait_until((outputs / f"ready_{number}").exists, "the program")
@@ -147,8 +146,7 @@ def test_a_shell_that_waits_for_its_program_lets_it_save_and_its_exit_code_decid
 
 def test_a_program_that_always_fails_ends_its_run_with_1_after_its_budget(program: Project) -> None:
     done = program.jobkit("submit", str(program.yaml), "--local", "command=[python, -c, 'exit(4)']", check=False)
-    (run,) = (program.folder / "runs").glob("program-*")
-    launch = program.launch(run)
+    launch = program.only_run()
     assert (done.returncode, launch.status.state) == (1, "failed")
     assert set(launch.causes) == {"crashed"}
     assert launch.ends[-1].next == "fail"

@@ -27,8 +27,7 @@ def fail_in_all_ways(project: Project) -> tuple[Launch, Any]:
     params = with_params({"steps": 1000, "every": 5, "faults": faults})
     words = ("submit", str(project.yaml), "--local", "resources.tasks_per_node=2", "watchdog=2s", "retry.crash=2")
     done = project.jobkit(*words, *params, check=False)
-    (folder,) = (project.folder / "runs").glob("scripted-*")
-    launch = project.launch(folder)
+    launch = project.only_run()
     return launch, [done.returncode, project.jobkit("status", launch.run.name).stdout]
 
 
@@ -80,8 +79,7 @@ def test_an_error_of_all_ranks_before_the_first_step_is_tried_once(project: Proj
     )
     words = ("submit", str(project.yaml), "--local", "task=broken:train", "resources.tasks_per_node=2")
     assert project.jobkit(*words, check=False).returncode == 1
-    (folder,) = (project.folder / "runs").glob("scripted-*")
-    launch = project.launch(folder)
+    launch = project.only_run()
     assert launch.causes == ["crashed"]
     assert (project.folder / "tried").read_text() == "xx", "each rank once"
     assert (launch.ends[0].next, launch.ends[0].everywhere) == ("fail", True)
@@ -91,8 +89,7 @@ def test_an_error_of_all_ranks_before_the_first_step_is_tried_once(project: Proj
 def test_a_second_ctrl_c_kills_a_rank_that_ignores_the_first(project: Project) -> None:
     words = ("submit", str(project.yaml), "--local", "params.steps=100000", "+params.ignores_stop=true")
     process = project.start(*words)
-    (file,) = wait_until(lambda: list((project.folder / "runs").glob("scripted-*/events.jsonl")), "the run")
-    launch = project.launch(file.parent).wait_for_step(10)
+    launch = project.only_run().wait_for_step(10)
     rank, page = launch.rank_pid(0), launch.page(0)
     process.send_signal(signal.SIGINT)
     wait_until(lambda: page.stop_asked, "the rank to be asked to stop")

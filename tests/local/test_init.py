@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from harness.runs import PATIENCE, Launch, Project, wait_until
+from harness.runs import PATIENCE, Project
 
 SCRIPT = """\
 import sys, time
@@ -80,10 +80,6 @@ def start(made: Project, launcher: str, *arguments: str) -> subprocess.Popen[str
     )
 
 
-def only_run(made: Project) -> Launch:
-    return made.launch(wait_until(lambda: next(iter((made.folder / "runs").glob("*-*")), None), "a run directory"))
-
-
 def finish(process: subprocess.Popen[str], code: int = 0) -> str:
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == code, output
@@ -93,10 +89,10 @@ def finish(process: subprocess.Popen[str], code: int = 0) -> str:
 def test_a_script_is_stopped_and_killed_and_goes_on_exactly(tmp_path: Path) -> None:
     straight = project(tmp_path / "straight")
     finish(start(straight, "python"))
-    expected = only_run(straight).status.result
+    expected = straight.only_run().status.result
     made = project(tmp_path / "interrupted")
     process = start(made, "python", "script.py", "0.3")
-    launch = only_run(made).wait_for_step(8)
+    launch = made.only_run().wait_for_step(8)
     launch.project.jobkit("preempt", str(launch.run.path), "-y")
     process.communicate(timeout=PATIENCE)
     assert launch.causes == ["preempted"]
@@ -113,7 +109,7 @@ def test_a_script_is_stopped_and_killed_and_goes_on_exactly(tmp_path: Path) -> N
 def test_ctrl_c_saves_a_script_and_ends_it_with_75(tmp_path: Path) -> None:
     made = project(tmp_path)
     process = start(made, "python", "script.py", "0.1")
-    launch = only_run(made).wait_for_step(5)
+    launch = made.only_run().wait_for_step(5)
     process.send_signal(signal.SIGINT)
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)  # torchrun sends the terminal's Ctrl-C once more
@@ -137,7 +133,7 @@ def test_a_closed_terminal_saves_a_script_that_prints(tmp_path: Path) -> None:
     words = ["setsid", "--ctty", sys.executable, "script.py", "0.1"]
     process = subprocess.Popen(words, cwd=made.folder, env=made.environment, stdin=inner, stdout=inner, stderr=inner)
     os.close(inner)
-    launch = only_run(made).wait_for_step(5)
+    launch = made.only_run().wait_for_step(5)
     os.close(terminal)
     assert process.wait(PATIENCE) == 75
     assert (launch.causes, launch.ends[0].durable_step) == (["stopped"], launch.ends[0].last_step)
@@ -148,7 +144,7 @@ def test_a_loop_that_breaks_after_a_step_counts_the_step(tmp_path: Path) -> None
     made = project(tmp_path)
     made.write("script.py", WHILE_TRUE)
     finish(start(made, "python"))
-    launch = only_run(made)
+    launch = made.only_run()
     assert (launch.ends[0].last_step, launch.run.durable_step()) == (11, 11)
     assert launch.status.result == {"updates": 11}
 
@@ -158,7 +154,7 @@ def test_a_script_that_raises_has_its_error_in_the_journal(tmp_path: Path) -> No
     made.write("script.py", SCRIPT.replace("time.sleep(pause)", "assert ctx.step < 6, 'a fault of the script'"))
     output = finish(start(made, "python"), 1)
     assert output.count("Traceback") == 1
-    ended = only_run(made).ends[0]
+    ended = made.only_run().ends[0]
     assert (ended.cause, ended.step) == ("crashed", 6)
     assert "a fault of the script" in str(ended.error)
 
@@ -167,7 +163,7 @@ def test_a_script_that_exits_before_its_end_has_not_finished(tmp_path: Path) -> 
     made = project(tmp_path)
     made.write("script.py", SCRIPT.replace("    time.sleep(pause)", "    if ctx.step == 6: sys.exit(3)"))
     assert "without ctx.finish" in finish(start(made, "python"), 3)
-    launch = only_run(made)
+    launch = made.only_run()
     assert (launch.status.state, launch.causes) == ("interrupted", ["crashed"])
     assert launch.ends[-1].last_step == 6
     made.write("script.py", SCRIPT)
@@ -181,7 +177,7 @@ def test_a_script_that_died_after_its_last_checkpoint_is_not_run_again(tmp_path:
     finish(start(made, "python"), -signal.SIGKILL)
     made.write("script.py", SCRIPT.replace("ctx.finish(", "ctx.finish(None) or print(loss, "))
     finish(start(made, "python"))
-    assert "digest" in str(only_run(made).status.result)
+    assert "digest" in str(made.only_run().status.result)
 
 
 def test_the_command_of_a_yaml_is_restarted_in_place(tmp_path: Path) -> None:
@@ -213,11 +209,11 @@ def test_a_yaml_without_a_task_is_for_jobkit_init_and_mpirun_continues_what_torc
         made.write("script.py", SCRIPT.replace('name="script", params={"epochs": 4}', '"exp.yaml"'))
         if name == "interrupted":
             process = start(made, "torchrun", "script.py", "0.2")
-            only_run(made).wait_for_step(10).kill_rank(1)
+            made.only_run().wait_for_step(10).kill_rank(1)
             process.communicate(timeout=PATIENCE)
         finish(start(made, "mpirun"))
-        results.append(only_run(made).status.result)
-        assert name == "straight" or only_run(made).ends[-1].first_step in (4, 8, 12)
+        results.append(made.only_run().status.result)
+        assert name == "straight" or made.only_run().ends[-1].first_step in (4, 8, 12)
     assert results[0] == results[1]
 
 
@@ -241,7 +237,7 @@ def test_sigterm_to_the_whole_group_saves_a_script_whose_loader_has_workers(tmp_
         text=True,
         start_new_session=True,  # as torchrun and timeout start it
     )
-    launch = only_run(made).wait_for_step(5)
+    launch = made.only_run().wait_for_step(5)
     os.killpg(process.pid, signal.SIGTERM)
     finish(process, 75)
     assert launch.ends[0].durable_step == launch.ends[0].last_step

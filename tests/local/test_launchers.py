@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from harness import article
 from harness.ranks import free_port
-from harness.runs import PATIENCE, Launch, Project, wait_until
+from harness.runs import PATIENCE, Project
 from slurmbox import Cluster
 
 EXPORT = "export IMAGENET_DIR=$PWD/data IMAGENET_RES=64 CUDA_VISIBLE_DEVICES=4,5; "
@@ -59,13 +59,8 @@ def ended(process: subprocess.Popen[str], *, well: bool = True) -> str:
     return output
 
 
-def run_of(folder: Path) -> Launch:
-    path = wait_until(lambda: next(iter((folder / "runs").glob("*-*/events.jsonl")), None), "a run").parent
-    return Project(folder).launch(path)
-
-
 def ctrl_c_at(step: int, process: subprocess.Popen[str], folder: Path, attempt: int = 1) -> str:
-    run_of(folder).wait_for_attempt(attempt).wait_for_step(step)
+    Project(folder).only_run().wait_for_attempt(attempt).wait_for_step(step)
     os.killpg(process.pid, signal.SIGINT)
     return ended(process, well=False)
 
@@ -79,7 +74,7 @@ def result_of_two(tmp_path_factory: pytest.TempPathFactory) -> Any:
     machines = [typed(folder, MACHINE.format(node, port)) for node in range(2)]
     for machine in machines:
         ended(machine)
-    return run_of(folder).status.result
+    return Project(folder).only_run().status.result
 
 
 def test_a_script_needs_five_lines_and_one_for_a_plain_value() -> None:
@@ -93,7 +88,7 @@ def test_the_articles_commands_of_two_ranks_are_stopped_and_killed_and_go_on_exa
 ) -> None:
     article.write(tmp_path)
     ctrl_c_at(4, typed(tmp_path, TORCHRUN, STEP_SECONDS="0.3"), tmp_path)
-    launch = run_of(tmp_path)
+    launch = Project(tmp_path).only_run()
     process = typed(tmp_path, LAUNCH, STEP_SECONDS="0.3")
     launch.wait_for_attempt(2).wait_for_step((launch.ends[0].last_step or 0) + 2).kill_supervisor()
     ended(process, well=False)
@@ -108,15 +103,15 @@ def test_the_articles_command_of_plain_python_goes_on_exactly(tmp_path: Path) ->
     ended(typed(tmp_path / "straight", PYTHON))
     folder = tmp_path / "interrupted"
     first = typed(folder, PYTHON, STEP_SECONDS="0.3")
-    run_of(folder).wait_for_step(1)
+    Project(folder).only_run().wait_for_step(1)
     (folder / "hold").touch()
     assert "already" in ended(typed(folder, PYTHON), well=False)  # a second task, which takes itself for the only one
     (folder / "hold").unlink()
     ctrl_c_at(4, first, folder)
     ended(typed(folder, PYTHON))
-    launch = run_of(folder)
+    launch = Project(folder).only_run()
     assert launch.causes == ["stopped", "finished"]
-    assert launch.status.result == run_of(tmp_path / "straight").status.result
+    assert launch.status.result == Project(tmp_path / "straight").only_run().status.result
 
 
 def test_two_machines_without_a_shared_disk_go_on_together_and_never_from_0(tmp_path: Path, result_of_two: Any) -> None:
@@ -133,7 +128,7 @@ def test_two_machines_without_a_shared_disk_go_on_together_and_never_from_0(tmp_
     machines = both("0.3")
     ctrl_c_at(4, machines[0], folders[0])  # on one machine
     ended(machines[1], well=False)
-    launch = run_of(folders[0])
+    launch = Project(folders[0]).only_run()
     (step,) = [path.name for path in launch.run.checkpoints.glob("step_*")]
     assert [path.name for path in folders[1].glob("runs/*/checkpoints/step_*")] == [step]
 
@@ -148,7 +143,7 @@ def test_two_machines_without_a_shared_disk_go_on_together_and_never_from_0(tmp_
     alone = "torchrun --standalone --nproc_per_node 1 train_pretrain.py --data_path=data/train_64/box/"
     begun = int(step.removeprefix("step_"))
     ctrl_c_at(2 * begun + 2, typed(folders[1], alone, STEP_SECONDS="0.3"), folders[1])
-    assert run_of(folders[1]).ends[0].first_step == begun
+    assert Project(folders[1]).only_run().ends[0].first_step == begun
 
     outputs = [ended(machine) for machine in both()]
     assert f"goes on from step {begun}, the newest on all disks" in outputs[0]

@@ -15,8 +15,7 @@ SWEEP = ("--local", "params.steps=100000", "--sweep", "seed=0,1,2")
 def test_a_sweep_goes_on_in_turn_is_interrupted_and_the_same_command_finishes_it(project: Project) -> None:
     runs = project.folder / "runs"
     process = project.start("submit", str(project.yaml), *SWEEP)
-    wait_until(lambda: list(runs.glob("scripted-*/config.yaml")), "the first run")
-    first = Launch(project, runs_in(runs)[0]).wait_for_step(10).end_training().wait_until_over()
+    first = project.only_run().wait_for_step(10).end_training().wait_until_over()
     second = wait_until(lambda: [run for run in runs_in(runs) if run.name != first.run.name], "the second run")
     Launch(project, second[0]).wait_for_step(10)
     process.send_signal(signal.SIGINT)
