@@ -48,15 +48,17 @@ def result(launch: Launch) -> dict[str, Any]:
     return launch.status.result
 
 
+def logged(folder: Path, tag: str) -> list[tuple[int, Any]]:
+    """Return the steps and the values of a tag in a folder of event files, as TensorBoard reads them."""
+    events = [event for file in sorted(folder.glob("events*")) for event in EventFileLoader(str(file)).Load()]
+    return [(event.step, value) for event in events for value in event.summary.value if value.tag == tag]
+
+
 def curve(launch: Launch, tag: str) -> dict[int, Any]:
-    """Return what a tag shows at its steps, as TensorBoard would read it. No step may be there twice."""
-    values: dict[int, Any] = {}
-    for file in sorted(launch.run.tensorboard.glob("events*")):
-        for event in EventFileLoader(str(file)).Load():
-            for value in event.summary.value:
-                if value.tag == tag:
-                    assert event.step not in values, (tag, event.step)
-                    values[event.step] = value.tensor.float_val[0] if value.tensor.float_val else value
+    """Return what a tag shows at its steps. No step may be there twice."""
+    pairs = logged(launch.run.tensorboard, tag)
+    values = {step: value.tensor.float_val[0] if value.tensor.float_val else value for step, value in pairs}
+    assert len(values) == len(pairs), (tag, [step for step, _ in pairs])
     return values
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness.ranks import make_context, run_ranks
-from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from harness.training import logged
 from torch import nn
 
 from jobkit.errors import Stopped
@@ -75,8 +75,7 @@ LAST = [("validate", 12), ("sample", 12)]
 
 
 def points(folder: Path, tag: str) -> list[int]:
-    events = [event for file in sorted(folder.glob("events*")) for event in EventFileLoader(str(file)).Load()]
-    return sorted(event.step for event in events for value in event.summary.value if value.tag == tag)
+    return sorted(step for step, _ in logged(folder, tag))
 
 
 def test_functions_are_called_at_their_steps_and_once_after_the_last(tmp_path: Path) -> None:
