@@ -10,14 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from harness.runs import Launch, Project, wait_until
-
-from jobkit.run.rundir import RunDir
-
-
-def launch_of(project: Project) -> Launch:
-    folders = wait_until(lambda: list((project.folder / "runs").glob("scripted-*/config.yaml")), "the run directory")
-    return Launch(project, RunDir(folders[-1].parent))
+from harness.runs import Project, wait_until
 
 
 def test_ctrl_c_ends_setup_lines_and_the_same_command_starts_the_run(project: Project) -> None:
@@ -26,7 +19,7 @@ def test_ctrl_c_ends_setup_lines_and_the_same_command_starts_the_run(project: Pr
     wait_until((project.folder / "here").exists, "the setup line")
     process.send_signal(signal.SIGINT)
     assert process.wait() == 75
-    launch = launch_of(project)
+    launch = project.only_run()
     assert launch.status.attempts == []
     assert not launch.run.alive_lock().is_held()
     assert project.jobkit(*words[:-1]).returncode == 0
@@ -48,32 +41,12 @@ def test_a_run_that_waits_for_a_device_leaves_the_line(project: Project, tmp_pat
     wait_until(lambda: "cuda 0" in process.stdout.readline(), "its place in the line")
     process.send_signal(signal.SIGINT)
     assert process.wait() == 75
-    (second,) = [
-        Launch(project, RunDir(folder))
-        for folder in (project.folder / "runs").glob("scripted-*")
-        if folder != first.run.path
-    ]
+    second = project.only_run(first)
     assert second.status.state == "interrupted"
     assert set(second.causes) <= {"stopped"}
     project.jobkit("cancel", "-y", first.run.name)
     assert project.jobkit("submit", str(project.yaml), "--local", "params.steps=5", one_device).returncode == 0
     assert second.status.state == "finished"
-
-
-def test_a_second_ctrl_c_kills_ranks_that_do_not_stop(project: Project) -> None:
-    (project.folder / "deaf.py").write_text(
-        "import pathlib, time\n\n\ndef train(rank):\n    pathlib.Path('here').touch()\n    time.sleep(600)\n"
-    )
-    process = project.start("submit", str(project.yaml), "--local", "task=deaf:train")
-    wait_until((project.folder / "here").exists, "the rank")
-    process.send_signal(signal.SIGINT)
-    assert process.stdout is not None
-    wait_until(lambda: "Ctrl-C again" in process.stdout.readline(), "the words")
-    process.send_signal(signal.SIGINT)
-    assert process.wait() == 75
-    launch = launch_of(project)
-    assert launch.status.state == "interrupted"
-    assert not launch.run.alive_lock().is_held()
 
 
 @pytest.mark.parametrize("end", ["Ctrl-C behind | tee", "a closed terminal"])
@@ -91,7 +64,7 @@ def test_a_terminal_that_takes_no_more_output_stops_the_run(project: Project, en
         stderr=inner,
     )
     os.close(inner)
-    launch = launch_of(project).wait_for_step(5)
+    launch = project.only_run().wait_for_step(5)
     if pipe:
         os.write(terminal, b"\x03")
     else:

@@ -12,16 +12,11 @@ from typing import Any
 import pytest
 from harness.runs import Launch, Project, wait_until
 
-from jobkit.run.rundir import RunDir
-
 
 def foreground(project: Project, *arguments: str, **options: object) -> tuple[subprocess.Popen[str], Launch]:
     """Start a foreground run, and return its process and its run once it trains."""
     process = project.start("submit", str(project.yaml), "--local", "params.steps=100000", *arguments, **options)
-    folders = wait_until(lambda: list((project.folder / "runs").glob("scripted-*/config.yaml")), "the run directory")
-    launch = Launch(project, RunDir(folders[0].parent))
-    launch.wait_for_step(10)
-    return process, launch
+    return process, project.only_run().wait_for_step(10)
 
 
 def test_ctrl_c_saves_and_the_same_command_continues(project: Project) -> None:
@@ -43,24 +38,6 @@ def test_ctrl_c_saves_and_the_same_command_continues(project: Project) -> None:
     third = project.jobkit("submit", str(project.yaml), "--local", "params.steps=100000")
     assert "finished" in third.stdout + third.stderr
     assert len(launch.ends) == 2
-
-
-def test_a_hang_up_stops_a_run_unless_it_was_ignored(project: Project) -> None:
-    process, launch = foreground(project)
-    process.send_signal(signal.SIGHUP)
-    assert process.wait() == 75
-    assert launch.causes == ["stopped"]
-
-    ignoring = ["nohup", *project.words("submit", str(project.yaml), "--local", "params.steps=100000")]
-    again = subprocess.Popen(
-        ignoring, cwd=project.folder, env=project.environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-    )
-    launch.wait_for_attempt(2)
-    again.send_signal(signal.SIGHUP)
-    launch.end_training()
-    assert again.wait() == 0
-    assert launch.status.state == "finished"
-    launch.assert_repeated("none")
 
 
 def stop_and_resume(project: Project) -> tuple[Launch, Any]:
@@ -137,17 +114,3 @@ def test_a_moved_project_resumes(project: Project) -> None:
     assert str(project.folder) in moved.jobkit("resume", launch.run.name, "--detach").stderr
     again.wait_for_attempt(2).end_training().wait_until_over()
     assert again.causes == ["cancelled", "finished"]
-
-
-def test_a_rank_that_swallows_a_stop_is_stopped_all_the_same(project: Project) -> None:
-    script = project.folder / "swallows.py"
-    script.write_text(
-        "import scripted_rank\n\n\ndef train(rank):\n    try:\n        scripted_rank.train(rank)\n"
-        "    finally:\n        return {'steps': 0}\n"
-    )
-    launch = project.submit("--local", "--detach", "task=swallows:train", steps=100_000)
-    launch.wait_for_step(10)
-    project.jobkit("preempt", launch.run.name)
-    launch.wait_for_attempt(2)
-    assert launch.causes == ["preempted"]
-    project.jobkit("cancel", "-y", launch.run.name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -70,22 +69,3 @@ def test_the_next_attempt_begins_with_the_snapshot_in_memory(tmp_path: Path, str
     assert (launch.ends[1].first_step or 0) >= 16
     assert launch.ends[1].compared is not None
     assert launch.ends[1].differs_at is None
-
-
-def test_ctrl_c_saves_and_the_same_command_continues(tmp_path: Path, straight: Any) -> None:
-    made = training_project(tmp_path)
-    slow = ("+params.step_seconds=0.2", "+params.last_attempt=2")
-    process = made.start("submit", str(made.yaml), "--local", *slow)
-    run = next(iter(made.folder.glob("runs/training-*")), None)
-    while run is None:
-        run = next(iter(made.folder.glob("runs/training-*")), None)
-    launch = made.launch(run)
-    launch.wait_for_step(12)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate()
-    assert process.returncode == 75, output
-    stopped = launch.ends[0]
-    done = made.jobkit("submit", str(made.yaml), "--local", *slow)
-    assert launch.ends[1].first_step == stopped.last_step == stopped.durable_step, done.stderr
-    assert result(launch) == straight["train", 1]
-    assert [attempt.began.how for attempt in launch.status.attempts] == ["start", "resume"]

@@ -49,6 +49,19 @@ def test_a_program_with_batch_norm_in_ddp_is_exact(tmp_path: Path) -> None:
     assert sum((ended.last_step or 0) - (following.first_step or 0) for ended, following in pairwise(ends)) == 2
 
 
+SPREAD = {
+    "shards": ["precision=bf16", "parallel=zero3"],
+    "stages": ["parallel={pipeline: all, microbatches: 2}"],
+    "compression": ["comm.hook=powersgd"],
+}
+
+
+@pytest.mark.parametrize("way", SPREAD)
+def test_a_program_that_is_spread_is_exact(tmp_path: Path, way: str) -> None:
+    code, report = verify(tmp_path, *SPREAD[way], ranks=2)
+    assert (code, report["equal"]) == (0, True), report
+
+
 def test_objects_may_be_tracked_in_turn(tmp_path: Path) -> None:
     code, report = verify(tmp_path, "params.steps=12", task="track_in_turn")
     assert (code, report["equal"]) == (0, True), report

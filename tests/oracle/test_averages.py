@@ -24,13 +24,13 @@ DECAY, STEPS = 0.3, 6
 Averages = tuple[plain.Seen, list[plain.Arrays]]
 
 
-def averages(ranks: RankGroup, folder: Path, data: str) -> Averages:
+def averages(ranks: RankGroup, folder: Path, data: str, fused: bool | None) -> Averages:
     """Return what plain torch saw, and of ctx: weights, those within evaluating, those after it, and final/'s."""
     make = torch.optim.AdamW
-    expected = plain.train(ranks, steps=STEPS, make=make, ema_decay=DECAY, fused=True, **ADAM)
+    expected = plain.train(ranks, steps=STEPS, make=make, ema_decay=DECAY, fused=fused is None, **ADAM)
     ctx = make_context(folder, ranks, under_ctx.config(parallel={"data": data}))
     model = ctx.parallelize(plain.net())
-    optimizer = ctx.optimizer(model, jobkit.optim.fused_ema_adam, ema_decay=DECAY, **ADAM)
+    optimizer = ctx.optimizer(model, jobkit.optim.fused_ema_adam, ema_decay=DECAY, fused=fused, **ADAM)
     ctx.track(model=model, optimizer=optimizer)
     for step in ctx.steps(STEPS):
         batch = plain.share(ranks, plain.batch_of(step))
@@ -45,11 +45,13 @@ def averages(ranks: RankGroup, folder: Path, data: str) -> Averages:
     return expected, [*seen, plain.arrays(load_file(ctx.run_dir / "final" / "model.safetensors").items())]
 
 
-@pytest.mark.parametrize(("data", "world_size"), [("ddp", 1), ("ddp", 3), ("zero1", 3)])
+@pytest.mark.parametrize(
+    ("data", "world_size", "fused"), [("ddp", 1, None), ("ddp", 1, False), ("ddp", 3, None), ("zero1", 3, None)]
+)
 def test_averages_are_those_of_an_averaged_model_and_the_final_weights(
-    tmp_path: Path, data: str, world_size: int
+    tmp_path: Path, data: str, world_size: int, fused: bool | None
 ) -> None:
-    for expected, (trained, within, after, final) in run_ranks(averages, world_size, tmp_path, data):
+    for expected, (trained, within, after, final) in run_ranks(averages, world_size, tmp_path, data, fused):
         for name, weight in expected.weights[-1].items():
             assert difference(trained[name], weight) == difference(after[name], weight) == 0.0
             average = expected.final[name]

@@ -18,30 +18,33 @@ from jobkit.run.schema import CheckpointConfig
 from jobkit.worker.context import Context
 
 STEPS, SIZE = 9, 12
-EVERY_4 = CheckpointConfig(every=4, memory="off")
+EVERY_4, EVERY_1 = (CheckpointConfig(every=every, memory="off") for every in (4, 1))
 
 
 def is_equal(one: plain.Arrays, other: plain.Arrays) -> bool:
     return set(one) == set(other) and all(difference(one[name], other[name]) == 0.0 for name in one)
 
 
-def interrupt(ctx: Context, kind: str | None) -> bool:
-    """In step 6 ask for a stop, or leave the loop as by a kill: return True for that."""
-    if kind == "stop" and ctx.step == 6:
+def interrupt(ctx: Context, kind: str | None, at: int = 6) -> bool:
+    """In a step ask for a stop, or leave the loop as by a kill: return True for that."""
+    if kind == "stop" and ctx.step == at:
         ctx._rank.page.ask_to_stop()
-    if kind == "kill" and ctx.step == 6:
+    if kind == "kill" and ctx.step == at:
         ctx._checkpointer.wait()
-    return kind == "kill" and ctx.step == 6
+    return kind == "kill" and ctx.step == at
 
 
 def uninterrupted(ranks: RankGroup) -> plain.Arrays:
     return plain.train_uninterrupted(ranks, STEPS, SIZE)
 
 
-def attempt(ranks: RankGroup, folder: Path, number: int, kind: str | None) -> tuple[int, plain.Arrays | None]:
+def attempt(
+    ranks: RankGroup, folder: Path, number: int, kind: str | None, static_graph: bool = False
+) -> tuple[int, plain.Arrays | None]:
     """Return the step in which an attempt began, and the weights if it came to the end."""
-    ctx = make_context(folder, ranks, under_ctx.config(checkpoint=EVERY_4, comm={"bucket_cap_mb": 1}), number)
-    model = ctx.parallelize(plain.crossed())
+    config = under_ctx.config(checkpoint=EVERY_1 if static_graph else EVERY_4, comm={"bucket_cap_mb": 1})
+    ctx = make_context(folder, ranks, config, number)
+    model = ctx.parallelize(plain.crossed(), static_graph=static_graph)
     optimizer = ctx.optimizer(model, torch.optim.SGD, lr=0.05, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     loader = ctx.loader(plain.points(96), global_batch_size=SIZE, shuffle=False)
@@ -49,7 +52,7 @@ def attempt(ranks: RankGroup, folder: Path, number: int, kind: str | None) -> tu
     first = ctx.step
     try:
         for _ in ctx.steps(STEPS):
-            if interrupt(ctx, kind):
+            if interrupt(ctx, kind, at=1 if static_graph else 6):
                 return first, None
             ctx.backward(model, next(loader), plain.mse)
             ctx.update(optimizer)
@@ -67,6 +70,25 @@ def test_three_ranks_of_ddp_end_with_the_weights_of_plain_torch(tmp_path: Path, 
     for (first, weights), right in zip(run_ranks(attempt, 3, tmp_path, 2, None), expected, strict=True):
         assert first == 4 if kind == "kill" else first in (7, 8)
         assert weights is not None and is_equal(weights, right)
+
+
+def test_two_ranks_go_on_with_the_samples_of_three(tmp_path: Path) -> None:
+    """Their sums are rounded otherwise."""
+    expected = run_ranks(uninterrupted, 3)[0]
+    run_ranks(attempt, 3, tmp_path, 1, "kill")
+    for first, weights in run_ranks(attempt, 2, tmp_path, 2, None):
+        assert first == 4 and weights is not None
+        assert max(difference(weights[name], expected[name]) for name in expected) < 1e-6
+
+
+def test_a_static_graph_goes_on_after_its_first_step(tmp_path: Path) -> None:
+    """It has its buckets laid out a step before torch would: only jobkit itself has the same bits."""
+    expected = run_ranks(attempt, 3, tmp_path / "straight", 1, None, True)
+    run_ranks(attempt, 3, tmp_path / "killed", 1, "kill", True)
+    for (first, weights), (_, right) in zip(
+        run_ranks(attempt, 3, tmp_path / "killed", 2, None, True), expected, strict=True
+    ):
+        assert first == 1 and weights is not None and right is not None and is_equal(weights, right)
 
 
 def epochs(ranks: RankGroup, folder: Path, number: int, kind: str | None) -> tuple[Any, list[float]]:

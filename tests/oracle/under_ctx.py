@@ -42,7 +42,7 @@ def train(
 ) -> plain.Seen:
     """Train as plain.train does. With `own` the script calls loss.backward() and optimizer.step() itself."""
     seen, ctx = plain.Seen(), make_context(folder, ranks, config(**options), attempt)
-    model = ctx.parallelize(plain.net())
+    model = ctx.parallelize(plain.net(ranks.rank))  # rank 0's weights count
     rule = ctx.optimizer(model, torch.optim.SGD, **plain.SGD)
     ctx.track(model=model, optimizer=rule)
     place = plain.ALONE if ctx._spread.data_size == 1 else ranks

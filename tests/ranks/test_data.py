@@ -33,7 +33,6 @@ from jobkit.errors import Stopped, UsageError
 from jobkit.group import RankGroup
 from jobkit.log import log
 from jobkit.train.loader import Loader
-from jobkit.worker.context import Context
 
 LENGTH = 22
 
@@ -293,30 +292,6 @@ def test_a_stream_that_divides_itself_is_refused() -> None:
     run_ranks(read_apart, 2)
 
 
-def train_on_stream(ranks: RankGroup, folder: Path, attempt: int, stop: int | None) -> list[list[float]]:
-    ctx: Context = make_context(folder, ranks, attempt=attempt)
-    loader = ctx.loader(Resumable(range(40), 4), global_batch_size=8)
-    ctx.track(loader=loader)
-    seen = []
-    try:
-        for step in ctx.steps(12):
-            seen.append(next(loader)[:, 0].tolist())
-            if step == stop:
-                ctx._rank.page.ask_to_stop()
-    except Stopped:
-        pass
-    ctx._tracked.close()
-    return seen
-
-
-def test_a_checkpoint_keeps_each_ranks_place_in_a_stream(tmp_path: Path) -> None:
-    whole = run_ranks(train_on_stream, 2, tmp_path / "whole", 1, None)
-    first = run_ranks(train_on_stream, 2, tmp_path / "stops", 1, 6)
-    second = run_ranks(train_on_stream, 2, tmp_path / "stops", 2, None)
-    assert [a + b for a, b in zip(first, second, strict=True)] == whole
-    assert 0 < len(second[0]) < 12
-
-
 REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "stream has the order": (Stream(), {"shuffle": True}),
     "no dataset": (iter([1]), {}),
@@ -332,13 +307,17 @@ def test_what_is_no_stream_is_refused(words: str) -> None:
 
 
 @pytest.mark.parametrize(("size", "length", "position"), [(12, 37, 40), (8, 50, 53), (8, 20, 23)])
-def test_a_loader_goes_on_after_the_samples_that_are_done(size: int, length: int, position: int) -> None:
+def test_a_loader_goes_on_after_the_samples_that_are_done(
+    caplog: pytest.LogCaptureFixture, size: int, length: int, position: int
+) -> None:
+    log.propagate = True
     first = Loader(range(37), global_batch_size=8)  # type: ignore[arg-type]
     for _ in range(5):
         next(first)
     second = Loader(range(length), global_batch_size=size)  # type: ignore[arg-type]
     second.load_state_dict(first.state_dict())
     assert second.done == position
+    assert ("global_batch_size" in caplog.text) == (size != 8)
     rest = itertools.chain.from_iterable(next(second).tolist() for _ in range(6))
     if length == 37:  # no sample of the epoch under way is left out, none comes twice
         done = Loader(range(37), global_batch_size=40)  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from jobkit.group import RankGroup
 from jobkit.run.schema import Config
 from jobkit.train.optim import EmaAdamW
 from jobkit.train.seeds import generator_state
+from jobkit.train.spread import independent_forwards
 
 X = torch.rand(23, 3, generator=torch.Generator().manual_seed(0))
 
@@ -95,6 +96,31 @@ def test_what_changes_within_evaluating_is_as_before_even_after_an_error(tmp_pat
     assert torch.equal(model[0].weight, trained)
     assert [part.training for part in model] == [True, False, True]
     assert generator_state() == state
+
+
+def averages_alone(ranks: RankGroup) -> float:
+    module = nn.BatchNorm1d(1, momentum=1.0)
+    with independent_forwards([module]):
+        module(torch.tensor([[1.0], [3.0]]))
+    assert module.running_mean is not None
+    return module.running_mean.item()
+
+
+def test_on_a_single_rank_an_evaluation_may_change_buffers() -> None:
+    assert run_ranks(averages_alone, 1) == [2.0]
+
+
+def averages_by_hand(ranks: RankGroup) -> tuple[float, float]:
+    module = nn.BatchNorm1d(1)
+    assert module.running_mean is not None
+    module.running_mean.fill_(ranks.rank + 5)
+    with independent_forwards([module]):
+        within = module.running_mean.item()
+    return within, module.running_mean.item()
+
+
+def test_within_an_evaluation_the_buffers_of_every_module_are_rank_0s() -> None:
+    assert run_ranks(averages_by_hand, 2) == [(5.0, 5.0), (5.0, 6.0)]
 
 
 def generation(ranks: RankGroup, folder: Path, attempt: int, stop: int | None, step: int = 0) -> list[int]:

@@ -99,15 +99,6 @@ def test_a_loss_that_is_no_number_is_not_saved_where_a_break_leaves_its_step(tmp
     ctx.close()
 
 
-def test_as_many_checkpoints_stay_as_keep_says(tmp_path: Path) -> None:
-    ctx = context(tmp_path)
-    ctx.track(model=nn.Linear(1, 1))
-    for _ in ctx.steps(6):
-        ctx._checkpointer.wait()
-    ctx.finish()
-    assert ctx._checkpointer.store.steps() == [6, 5]
-
-
 def options_of_torch(ranks: RankGroup) -> dict[str, Any]:
     model, optimizer = nn.Linear(4, 4), torch.optim.SGD
     spread = Spread(config(comm=CommConfig(hook="powersgd", powersgd_rank=3, bucket_cap_mb=7)), CPU, ranks)

@@ -256,15 +256,6 @@ def test_ranks_train_on_while_the_supervisor_is_away(make: Make) -> None:
     supervisor.expect(Ready)
 
 
-def test_ranks_end_with_their_agent(make: Make) -> None:
-    supervisor = make()
-    supervisor.expect(Ready)
-    supervisor.start(1, 2)
-    ranks = [processes.identify(supervisor.pid(rank)) for rank in range(2)]
-    supervisor.agent.kill()
-    wait_until(lambda: not any(map(processes.lives, ranks)))
-
-
 def test_a_program_that_outlived_its_agent_is_ended_by_the_next(make: Make) -> None:
     """The kernel kills the shell with the agent, and nobody the program that the shell has started."""
     supervisor = make(command=["bash", "run.sh", "${run_dir}/outputs"])

@@ -160,13 +160,6 @@ def test_an_unfinished_save_of_a_killed_attempt_counts_for_nothing(tmp_path: Pat
     assert not list(tmp_path.glob(".step*"))
 
 
-def test_a_group_alone_agrees_with_itself() -> None:
-    ranks = RankGroup.alone()
-    assert ranks.gather("x") == ["x"]
-    assert ranks.broadcast("x") == "x"
-    assert ranks.maximum(1, 2.5) == [1.0, 2.5]
-
-
 def test_an_attempt_without_the_lease_publishes_no_checkpoint_no_best_one_and_no_weights(tmp_path: Path) -> None:
     rank, model = make_rank(tmp_path), nn.Linear(2, 2)
     run, check = rank.run, rank.check_lease

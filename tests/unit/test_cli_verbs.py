@@ -6,7 +6,6 @@ import argparse
 import io
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -331,18 +330,15 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return answers
 
 
-def test_a_waiting_job_is_cancelled_and_the_run_with_it(tmp_path: Path, slurm: dict[str, Any], capsys: Capture) -> None:
-    run = make_run(tmp_path, NAME, submitted("slurm"))
+@pytest.mark.parametrize("events", [[], [began()]], ids=["it waits", "Slurm has put it back"])
+def test_a_job_in_the_queue_is_cancelled_and_the_run_with_it(
+    tmp_path: Path, slurm: dict[str, Any], events: list[Event]
+) -> None:
+    run = make_run(tmp_path, NAME, submitted("slurm"), *events)
     assert main(["cancel", NAME]) == 0
     assert (slurm["cancelled"], read_status(run).state) == (["17"], "cancelled")
     assert main(["cancel", NAME]) == 0  # no mistake
     assert slurm["cancelled"] == ["17"]
-
-
-def test_a_job_that_slurm_put_back_is_cancelled_too(tmp_path: Path, slurm: dict[str, Any]) -> None:
-    run = make_run(tmp_path, NAME, submitted("slurm"), began())
-    assert main(["cancel", NAME]) == 0
-    assert (slurm["cancelled"], read_status(run).state) == (["17"], "cancelled")
 
 
 def test_a_controller_that_is_away_keeps_a_queued_run_but_not_a_running_one(
@@ -429,20 +425,6 @@ def test_a_sweep_is_cancelled_before_its_first_run_exists(tmp_path: Path) -> Non
     assert sweep_cancel_file(file).exists()
 
 
-def test_several_runs_are_cancelled_only_when_a_person_agrees(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    made = [make_run(tmp_path, f"toy-{number:08}", submitted(), began()) for number in range(2)]
-    read, write = os.pipe()
-    os.close(write)
-    with os.fdopen(read) as nobody:
-        monkeypatch.setattr(sys, "stdin", nobody)
-        assert main(["cancel", "toy-*"]) == 2
-    assert {read_status(run).state for run in made} == {"running"}
-    assert main(["cancel", "-y", "toy-*"]) == 0
-    assert {read_status(run).state for run in made} == {"cancelled"}
-
-
 @pytest.mark.parametrize(("follows", "words", "grace"), [("in_place", [], None), ("fail", ["--no-grace"], 0.0)])
 def test_preempt_waits_for_the_end_of_the_attempt(
     tmp_path: Path, capsys: Capture, follows: str, words: list[str], grace: float | None
@@ -458,17 +440,21 @@ def test_preempt_waits_for_the_end_of_the_attempt(
     assert ("jobkit resume" in shown) == (follows == "fail")
 
 
-@pytest.mark.parametrize("verb", ["resume", "preempt"])
+@pytest.mark.parametrize("verb", ["cancel", "resume", "preempt"])
 def test_several_runs_are_acted_on_only_when_a_person_agrees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
-    for number in range(2):
-        run = make_run(tmp_path, f"toy-{number:08}", submitted(), began(), ended(), finished())
+    over = [] if verb == "cancel" else [ended(), finished()]
+    made = [make_run(tmp_path, f"toy-{number:08}", submitted(), began(), *over) for number in range(2)]
+    for run in made:
         run.config_file.write_text("name: toy\ncommand: ['true']\n")
         run.code.symlink_to(tmp_path)
+    before = [read_status(run).state for run in made]
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     assert main([verb, "toy-*"]) == 2
+    assert [read_status(run).state for run in made] == before
     assert main([verb, "toy-*", "-y"]) == (1 if verb == "preempt" else 0)
+    assert [read_status(run).state for run in made] == (["cancelled"] * 2 if verb == "cancel" else before)
 
 
 WITH_A_FINISHED_RUN = {

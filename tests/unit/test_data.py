@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import random
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +22,7 @@ from torch.utils.data import (
 from jobkit.errors import UsageError
 from jobkit.train.foreign_loader import Pass, length_of
 from jobkit.train.loader import Loader
-from jobkit.train.order import SampleOrder, feistel, permuted
+from jobkit.train.order import feistel, permuted
 from jobkit.train.seeds import generator_state, load_generator_state, preserved_generators, seed_generators
 from jobkit.train.workers import fork_workers
 from jobkit.worker.tracked import Generators
@@ -61,23 +59,6 @@ def test_a_network_of_any_size_is_a_permutation() -> None:
         assert sorted(feistel(np.arange(length, dtype=np.uint64), length, 1).tolist()) == list(range(length))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_ranks_divide_the_same_global_batch(world_size: int) -> None:
-    order = SampleOrder(37, 10, 0)
-    for number in range(8):
-        parts = [order.share(10 * number, rank, world_size) for rank in range(world_size)]
-        assert [pair for part in parts for pair in part] == order.share(10 * number)
-    counts = Counter(sample for number in range(37) for _, sample in order.share(10 * number))
-    assert set(counts.values()) == {10}
-
-
-def test_weights_draw_with_replacement() -> None:
-    order = SampleOrder(3, 1000, 0, weights=[0.0, 1.0, 3.0])
-    counts = Counter(sample for _, sample in order.share(0))
-    assert set(counts) == {1, 2}
-    assert 600 < counts[2] < 900
-
-
 # The own loader
 
 
@@ -103,17 +84,6 @@ def test_a_loader_goes_on_at_its_position_and_leaves_the_generators_alone() -> N
     seed_generators(7)
     assert torch.equal(next(first), next(second))
     assert draws() == expected
-
-
-def test_the_codes_batch_size_counts_and_the_change_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    first, second = Loader(Noisy(), global_batch_size=8), Loader(Noisy(), global_batch_size=4)
-    for _ in range(5):
-        next(first)
-    logging.getLogger("jobkit").propagate = True
-    second.load_state_dict(first.state_dict())
-    assert "global_batch_size" in caplog.text
-    assert second.done == 40
-    assert len(next(second)) == 4
 
 
 REFUSED: dict[str, dict[str, Any]] = {

@@ -161,6 +161,12 @@ def test_the_first_cause_by_arrival_counts(
 
 COMMANDS: list[tuple[str, Facts, Sequence[End], Cause]] = [
     ("all exit with 0", Facts(exits=exits((0, 0), (1, 0), (2, 0), (3, 0))), [], "finished"),
+    (
+        "all, one before ctx.finish",
+        Facts(exits=exits((0, 0), (1, 0), (2, 0), (3, 0))),
+        [failed(0, "JobkitError: no ctx.finish")],
+        "crashed",
+    ),
     ("all in a step", Facts(exits=exits((0, 0), (1, 0), (2, 0), (3, 0), in_step=True)), [], "crashed"),
     ("after a stop", Facts(exits=exits((0, 0), (1, 0), (2, 0), (3, 0)), asked=("timeout", "")), [], "timeout"),
     ("after Slurm's", Facts(exits=exits((0, 0), (1, 0), (2, 0), (3, 0)), word="preempted"), [], "preempted"),
@@ -245,9 +251,3 @@ def test_the_last_words_are_few(tmp_path: Path) -> None:
     assert last_words(log) == "FATAL:   could not open image", "apptainer's words have colours in a file, too"
     log.write_text("x" * 100_000)
     assert len(last_words(log)) <= 2000, "it stands in the journal"
-
-
-def test_a_command_that_ends_with_0_before_ctx_finish_has_not_finished() -> None:
-    codes = exits((0, 0), (1, 0), (2, 0), (3, 0))
-    assert verdict(Facts(exits=codes), [], command=True).cause == "finished"
-    assert verdict(Facts(exits=codes), [failed(0, "JobkitError: no ctx.finish")], command=True).cause == "crashed"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness.ranks import make_rank
-from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from harness.training import logged
 
 from jobkit.errors import UsageError
 from jobkit.run import metrics
@@ -23,13 +23,7 @@ from jobkit.worker.reporter import Reporter
 
 
 def steps(folder: Path, tag: str = "loss") -> list[int]:
-    return [
-        event.step
-        for file in sorted(folder.glob("events*"))
-        for event in EventFileLoader(str(file)).Load()
-        for value in event.summary.value
-        if value.tag == tag
-    ]
+    return [step for step, _ in logged(folder, tag)]
 
 
 def test_a_lost_attempts_points_are_cut_off(tmp_path: Path) -> None:
@@ -55,16 +49,6 @@ def test_records_that_a_full_disk_refuses_are_kept(tmp_path: Path) -> None:
     folder.mkdir()
     file.write()
     assert steps(folder) == [1]
-
-
-def test_images_videos_and_texts_are_shown(tmp_path: Path) -> None:
-    file = EventFile(tmp_path, 0)
-    file.add(1, metrics.image("image", torch.rand(3, 4, 4)))
-    file.add(1, metrics.image("grey", torch.zeros(1, 4, 4, dtype=torch.uint8)))
-    file.add(1, metrics.video("video", torch.rand(3, 1, 4, 4)))
-    file.add(1, metrics.text("text", "words"))
-    file.write()
-    assert [steps(tmp_path, tag) for tag in ("image", "grey", "video", "text/text_summary")] == [[1]] * 4
 
 
 def test_a_reporter_writes_curves_and_progress(tmp_path: Path) -> None:
@@ -167,12 +151,6 @@ def test_a_loss_that_is_no_number_names_its_step_and_samples(value: object) -> N
     error = health.error
     assert error is not None
     assert (error.step, error.samples) == (4, [7, 8])
-
-
-def test_on_nan_ignore_sees_nothing() -> None:
-    health = Health(ignores=True)
-    health.see(4, math.nan, list)
-    assert not health.is_bad()
 
 
 def test_steps_between_frequent_evaluations_have_a_speed(monkeypatch: pytest.MonkeyPatch) -> None:

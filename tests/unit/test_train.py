@@ -1,8 +1,7 @@
-"""What a training step is made of beside the ranks: the moving average, schedules, fp16's scale, evaluation mode."""
+"""What a training step is made of beside the ranks: schedules, fp16's scale, gradients that are state."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -11,67 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from jobkit.checkpoint.live import Entry, walker_of
 from jobkit.errors import InputError
 from jobkit.train import schedule
 from jobkit.train.gradients import LossScaler
-from jobkit.train.optim import EmaAdamW
-from jobkit.train.seeds import seed_generators
-from jobkit.train.step import evaluating
 from jobkit.worker.tracked import PendingGradients
-
-CPU = (torch.device("cpu"),)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-
-
-@pytest.mark.parametrize("fused", [None, False])
-def test_the_average_follows_the_weights_by_its_formula(fused: bool | None) -> None:
-    model = nn.Linear(2, 2)
-    optimizer = EmaAdamW(model.parameters(), lr=0.1, ema_decay=0.5, fused=fused)
-    expected = model.weight.detach().clone()
-    for count in range(1, 12):
-        train(model, optimizer, 1)
-        decay = min(0.5, (1 + count) / (10 + count))
-        expected = decay * expected + (1 - decay) * model.weight.detach()
-        torch.testing.assert_close(optimizer.state[model.weight]["ema"], expected)
-    trained = model.weight.detach().clone()
-    with contextlib.suppress(ZeroDivisionError), optimizer.averaged():
-        torch.testing.assert_close(model.weight.detach(), expected)
-        raise ZeroDivisionError
-    assert torch.equal(model.weight, trained)
-
-
-def test_a_restored_average_goes_on_exactly() -> None:
-    models = [nn.Linear(2, 2), nn.Linear(2, 2)]
-    first, second = (EmaAdamW(model.parameters(), lr=0.1) for model in models)
-    train(models[0], first, 3)
-    models[1].load_state_dict(models[0].state_dict())
-    saved, restored = (walker_of(Entry(name="optimizer", live=item), {}) for item in (first, second))
-    live = saved.look()
-    target = restored.adopt(
-        live.skeleton, {path: (leaf.dtype, tuple(leaf.shape)) for path, leaf in live.leaves.items()}
-    )
-    for path, leaf in live.leaves.items():
-        target.leaves[path].copy_(leaf)
-    restored.finish(live.skeleton, target.leaves, may_unpickle=False)
-    for model, optimizer in zip(models, (first, second), strict=True):
-        train(model, optimizer, 5)
-    assert torch.equal(models[0].weight, models[1].weight)
-    assert torch.equal(first.state[models[0].weight]["ema"], second.state[models[1].weight]["ema"])
-
 
 SCHEDULES: list[tuple[str, dict[str, Any], dict[int, float]]] = [
     ("constant", {}, {0: 1.0, 100: 1.0}),
     ("constant", {"warmup": 4}, {0: 0.25, 3: 1.0, 9: 1.0}),
     ("linear", {"steps": 10}, {0: 1.0, 5: 0.5, 10: 0.0, 20: 0.0}),
     ("linear", {"steps": 12, "warmup": 2, "floor": 0.5}, {0: 0.5, 1: 1.0, 7: 0.75, 12: 0.5}),
-    ("cosine", {"steps": 10}, {0: 1.0, 5: 0.5, 10: 0.0, 20: 0.0}),
 ]
 
 
@@ -107,25 +55,6 @@ def test_the_scale_of_fp16_halves_at_an_overflow_and_doubles_after_quiet() -> No
     assert other.state_dict() == scaler.state_dict()
     assert scaler.begin(lambda: True) == 1.0  # gradients that are there have the factor from before
     assert scaler.begin(lambda: False) == 4.0
-
-
-def test_an_evaluation_leaves_modes_weights_and_generators_as_they_were() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5), nn.BatchNorm1d(2))
-    model[2].eval()  # frozen on purpose
-    optimizer = EmaAdamW(model.parameters(), lr=0.1)
-    train(model, optimizer, 3)
-    weight = model[0].weight.detach().clone()
-    seed_generators(3)
-    expected = torch.rand(1)
-    seed_generators(3)
-    with contextlib.suppress(ZeroDivisionError), evaluating(model, optimizer.averaged(), CPU):
-        assert not any(module.training for module in model.modules())
-        assert not torch.equal(model[0].weight, weight)
-        torch.rand(5)
-        raise ZeroDivisionError
-    assert [module.training for module in model] == [True, True, False]
-    assert torch.equal(model[0].weight, weight)
-    assert torch.equal(torch.rand(1), expected)
 
 
 @pytest.mark.parametrize("to_none", [True, False])
