@@ -6,7 +6,6 @@ Its result has a digest of all weights and of the optimizer's state, so that run
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import random
 import time
@@ -118,26 +117,6 @@ def train_epochs(ctx: jobkit.Context) -> dict[str, Any]:
             pause(ctx)
         ctx.log({"train/epoch": epoch})
     return {"digest": digest(model.state_dict(), optimizer.state_dict()["state"])}
-
-
-def train_samples(ctx: jobkit.Context) -> dict[str, Any]:
-    """The first one, which writes down the samples of each step."""
-    mark(ctx)
-    model = ctx.parallelize(network())
-    optimizer = ctx.optimizer(model, torch.optim.SGD, lr=0.01)
-    loader = ctx.loader(Points(), global_batch_size=16)
-    ctx.track(model=model, optimizer=optimizer, loader=loader)
-    folder = ctx.run_dir / "outputs" / "samples"
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"{ctx.attempt}-{ctx.rank}").open("w") as file:
-        for step in ctx.steps(ctx.params.steps):
-            loss = ctx.backward(model, next(loader), nn.functional.mse_loss)
-            ctx.update(optimizer)
-            ctx.log({"train/loss": loss})
-            file.write(json.dumps([step, loader.sample_ids]) + "\n")
-            file.flush()
-            pause(ctx)
-    return {"done": True}
 
 
 def train_dealt(ctx: jobkit.Context) -> dict[str, Any]:

@@ -1,13 +1,12 @@
-"""Training on a real Slurm, stopped in all graceful ways, and on half the ranks: equal to the last bit."""
+"""Training on a real Slurm, stopped in all graceful ways: equal to the last bit."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from harness.runs import Launch, Project, wait_until
+from harness.runs import Project, wait_until
 from harness.training import YAML, points, result, training_project
 from slurmbox import Cluster
 
@@ -44,26 +43,3 @@ def test_preempted_twice_out_of_time_and_scancelled_changes_no_bit(
     assert points(launch, "train/loss") == list(range(STEPS))
     for ended, following in zip(launch.ends, launch.ends[1:], strict=False):
         assert following.first_step == ended.last_step  # nothing is repeated after a graceful stop
-
-
-def test_half_the_ranks_see_the_same_samples(tmp_path: Path) -> None:
-    def samples(launch: Launch) -> dict[int, list[int]]:
-        """Return the samples of each step, over all ranks, as the task wrote them down."""
-        seen: dict[int, list[int]] = {}
-        for file in sorted((launch.run.outputs / "samples").iterdir()):
-            for line in file.read_text().splitlines():
-                step, ids = json.loads(line)
-                seen.setdefault(step, []).extend(ids)
-        return {step: sorted(ids) for step, ids in seen.items()}
-
-    straight = training_project(tmp_path / "straight", ranks=2, task="train_samples").submit("--local", "--detach")
-    result(straight)
-    project = training_project(tmp_path / "half", ranks=4, task="train_samples")
-    launch = project.submit("--local", "--detach", step_seconds=0.3, last_attempt=2)
-    launch.wait_for_step(20)
-    project.jobkit("cancel", "-y", str(launch.run.path))
-    launch.wait_until_over()
-    project.submit("--local", "resources.tasks_per_node=2", step_seconds=0.3, last_attempt=2)
-    result(launch)
-    assert samples(launch) == samples(straight)
-    assert points(launch, "train/loss") == list(range(60))
