@@ -6,13 +6,13 @@ import os
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 import yaml
+from harness.runs import wait_until
 from submitit.core.utils import DelayedSubmission
 
 from jobkit import start
@@ -147,22 +147,15 @@ class Supervisor:
         self.send(Start(attempt=attempt, ranks=places, **values))
 
     def wait_for_step(self, step: int) -> None:
-        wait_until(lambda: (report := self.run.progress()) is not None and (report.step or 0) >= step)
+        wait_until(lambda: (report := self.run.progress()) is not None and (report.step or 0) >= step, f"step {step}")
 
     def pid(self, rank: int) -> int:
         """The process of a rank that has begun its loop."""
         return number_in(self.run.path / f"pid_{rank}")
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def number_in(file: Path) -> int:
-    wait_until(lambda: file.exists() and file.read_text() != "")
+    wait_until(lambda: file.exists() and file.read_text() != "", str(file))
     return int(file.read_text())
 
 
@@ -308,7 +301,7 @@ def test_a_rank_that_hangs_is_silent_and_shows_its_stacks(make: Make) -> None:
     assert silent.seconds > 1.0
     supervisor.send(Signal(attempt=1, name="STACKS"))
     log = supervisor.run.rank_log(1, 0, "err")
-    wait_until(lambda: "toy_task.py" in log.read_text())
+    wait_until(lambda: "toy_task.py" in log.read_text(), "the stacks")
     supervisor.send(Signal(attempt=1, name="KILL", unless_saving=True))
     assert supervisor.expect(Exited).code == -signal.SIGKILL
 
@@ -319,7 +312,7 @@ def test_a_rank_that_saves_is_not_killed_with_those_that_do_not(make: Make) -> N
     supervisor.start(1, 1)
     supervisor.wait_for_step(3)
     supervisor.send(Signal(attempt=1, name="STOP"))
-    wait_until((supervisor.run.path / "saves").exists)
+    wait_until((supervisor.run.path / "saves").exists, "a save")
     supervisor.send(Signal(attempt=1, name="KILL", unless_saving=True))
     assert supervisor.expect(Exited).code == 75
 

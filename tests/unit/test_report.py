@@ -115,6 +115,7 @@ def failed_run(runs_dir: Path, name: str = "toy-11f5f19c", lr: float = 0.1) -> R
     """A run whose every text is hostile."""
     fault = {"error": f"rank 0: ValueError: {HOSTILE}", "traceback": f"Traceback\n{HOSTILE}\n", "samples": [17, 404]}
     ends = {"first_step": 0, "last_step": 40, "loop_began": START + 6, "last_seen": START + 50, "step": 41, "rank": 0}
+    again = {"first_step": 20, "loop_began": START + 67, "last_seen": START + 90}
     run = make_run(
         runs_dir,
         name,
@@ -122,7 +123,7 @@ def failed_run(runs_dir: Path, name: str = "toy-11f5f19c", lr: float = 0.1) -> R
         began(),
         ended("crashed", "in_place", **ends, **fault),
         began(2, START + 61, how="in place", nodes=[HOSTILE]),
-        ended("crashed", "fail", 2, START + 99, reason=f"crashed: {HOSTILE}", **(ends | {"first_step": 20}), **fault),
+        ended("crashed", "fail", 2, START + 99, reason=f"crashed: {HOSTILE}", **(ends | again), **fault),
     )
     values = {"name": "toy", "params": {"lr": lr, "text": HOSTILE, "secret": "${oc.env:HOME}"}, "seed": 0}
     run.config_file.write_text(dump(values), encoding="utf-8")
@@ -165,6 +166,7 @@ def test_every_picture_is_drawn_by_one_function(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(charts, "chart", counted)
     html = page(views([failed_run(tmp_path)]), START + 100)
     assert len(calls) == html.count("<svg") == 2
+    assert 'class="repeated"' in html  # steps 20 to 40
     assert html.count('<path class="band') == 2  # a stretch without a finite value parts the curve
     assert "5 of 1000 points not finite, first at step 5" in html
 
