@@ -1,4 +1,4 @@
-"""The foreground command before an attempt has begun, and against ranks that do not obey."""
+"""The foreground command before an attempt has begun, and with a terminal that goes away."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stops on this machine: Ctrl-C, hang-ups, cancel and preempt; exit codes, and the same command continues."""
+"""Stops on this machine: Ctrl-C, cancel and preempt; exit codes, and the same command continues."""
 
 from __future__ import annotations
 
