@@ -49,8 +49,11 @@ class Call:
     words: str
 
 
-def traced(words: Sequence[str], folder: Path, **options: Any) -> Iterator[Call]:
-    """Run a program, and yield the calls of it and of its children, in the order in which they returned."""
+def traced(words: Sequence[str], folder: Path, below: Path, **options: Any) -> Iterator[Call]:
+    """Run a program, and yield the calls of it and of its children below a path, in the order in which they returned.
+
+    The record is in `folder`. What Python compiles is elsewhere, and no call of these.
+    """
     skip_without_strace()
     record = folder / "strace"
     calls = ",".join(f"?{call}" for call in (*WRITES, *SYNCS, *MAKES, *MOVES, *REMOVES))  # ?: some processors lack it
@@ -75,7 +78,8 @@ def traced(words: Sequence[str], folder: Path, **options: Any) -> Iterator[Call]
             continue
         found = _FILE.match(arguments) if name in (*WRITES, *SYNCS) else None
         paths = [Path(found[1])] if found else [Path(at or "/", path) for at, path in _NAME.findall(arguments)]
-        yield Call(int(process), name, tuple(paths), arguments)
+        if paths and paths[-1].is_relative_to(below):
+            yield Call(int(process), name, tuple(paths), arguments)
 
 
 def skip_without_strace() -> None:

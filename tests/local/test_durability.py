@@ -15,12 +15,12 @@ VIEWS = ("progress.json", "status.json", "code")
 
 def test_each_event_and_each_record_is_on_the_disk_before_the_next(project: Project, tmp_path: Path) -> None:
     words = project.words("submit", str(project.yaml), "--local", *with_params({"steps": 5}))
-    calls = list(traced(words, tmp_path, cwd=project.folder, env=project.environment))
-    (folder,) = (project.folder / "runs").glob("scripted-*")
-    run, disk, owed, records, events = RunDir(folder), Disk(folder.parent, is_empty=True), {}, [], 0
+    runs = project.folder / "runs"
+    calls = list(traced(words, tmp_path, runs, cwd=project.folder, env=project.environment))
+    (folder,) = runs.glob("scripted-*")
+    run, disk, owed, records, events = RunDir(folder), Disk(runs, is_empty=True), {}, [], 0
     for call in calls:
-        is_of_its_name = call.name in SYNCS and call.paths[-1] == folder.parent
-        if not is_of_its_name and not (call.paths and call.paths[-1].is_relative_to(folder)):
+        if not call.paths[-1].is_relative_to(folder) and not (call.name in SYNCS and call.paths[-1] == runs):
             continue
         is_event = call.name.startswith(("write", "pwrite")) and call.paths[0] == run.journal_file
         if is_event or call.process in owed:  # the calls of a process after it has written an event, or renamed a file

@@ -46,7 +46,7 @@ def test_each_file_of_a_save_and_each_name_is_on_the_disk_before_anything_relies
     (run / "config.yaml").write_text("name: test")
     disk, record = Disk(run.parent), []
     program = f"import ranks.test_durability as t; t.save(t.Path({str(run.parent)!r}))"
-    for call in traced([sys.executable, "-c", program], tmp_path):
+    for call in traced([sys.executable, "-c", program], tmp_path, run.parent):
         old, new = call.paths if call.name in MOVES else (run, run)
         if new.name == "latest" or new.name.startswith(".old"):  # it points to the newest checkpoint, or needs it
             assert record[-1] != old.name, "the newest checkpoint goes"
