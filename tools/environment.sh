@@ -29,8 +29,10 @@ is_installed() {
 }
 
 install() {
-    local python=$1 wanted=$2 clear=() extras
+    local python=$1 wanted=$2 clear=() extras had
     shift 2
+    had=$(cat "$venv/installed" 2>/dev/null) # pip keeps what earlier calls installed
+    [[ $had == "$wanted"* ]] || had=$wanted
     # An install that was interrupted may leave half a package, which pip would take for a whole one.
     [[ ! -e $venv/incomplete ]] || clear=(--clear)
     trap 'exit 130' INT TERM # pip itself ends with 0 after these
@@ -46,6 +48,6 @@ install() {
         rm "$venv/incomplete" # pip itself restored the packages that were installed before
         exit 1
     fi
-    echo "$wanted $*" >"$venv/installed"
+    echo "$had $*" >"$venv/installed"
     rm "$venv/incomplete"
 }
