@@ -32,7 +32,7 @@ install() {
     local python=$1 wanted=$2 clear=() extras had
     shift 2
     had=$(cat "$venv/installed" 2>/dev/null) # pip keeps what earlier calls installed
-    [[ $had == "$wanted"* ]] || had=$wanted
+    [[ $had == "$wanted"* && ! -e $venv/incomplete ]] || had=$wanted
     # An install that was interrupted may leave half a package, which pip would take for a whole one.
     [[ ! -e $venv/incomplete ]] || clear=(--clear)
     trap 'exit 130' INT TERM # pip itself ends with 0 after these
