@@ -104,9 +104,11 @@ class Store:
         return folder
 
     def publish(self, folder: Path, manifest: Manifest) -> None:
-        """Give a complete checkpoint its name, durably. An older one of the same step makes way."""
+        """Give a complete checkpoint its name, durably. An older one of the same step makes way.
+
+        The manifest comes last: with its name, those of all files in the folder are on the disk.
+        """
         manifest.write(folder)
-        sync_folder(folder)
         final = self.path(manifest.step)
         old = self._out_of_the_way(final) if final.exists() else None
         folder.rename(final)
