@@ -31,7 +31,7 @@ is_installed() {
 install() {
     local python=$1 wanted=$2 clear=() extras had
     shift 2
-    had=$(cat "$venv/installed" 2>/dev/null) # pip keeps what earlier calls installed
+    had=$(cat "$venv/installed" 2>/dev/null) || had="" # pip keeps what earlier calls installed
     [[ $had == "$wanted"* && ! -e $venv/incomplete ]] || had=$wanted
     # An install that was interrupted may leave half a package, which pip would take for a whole one.
     [[ ! -e $venv/incomplete ]] || clear=(--clear)
