@@ -62,11 +62,15 @@ def once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     def folder_of(name: str, make: Callable[[Path], object]) -> Path:
         with (shared / f"{name}.made").open("a+") as made:
             fcntl.flock(made, fcntl.LOCK_EX)
-            if made.seek(0, os.SEEK_END) == 0:
+            made.seek(0)
+            outcome = made.read()
+            assert outcome != "failed", f"{name} failed on another worker: the cause is there"
+            if not outcome:
                 (shared / name).mkdir()
                 try:
                     make(shared / name)
                 except BaseException:
+                    made.write("failed")
                     print(*map(describe, (file.parent for file in (shared / name).rglob("events.jsonl"))))
                     raise
                 finally:

@@ -10,8 +10,8 @@ from harness.benches import BENCHES, table
 
 ROWS = {
     "checkpoint": 10,
-    "data": 7,
-    "training": 5,
+    "data": 5,
+    "training": 4,
     "launch help local": 3,
     "launch submit slurm": 5,
     "launch batch": 1,  # a minute, in which it waits
