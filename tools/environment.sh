@@ -11,6 +11,7 @@ ensure_environment() {
     wanted=$(cd "$root" && cat setup.cfg pyproject.toml "$constraints" | sha256sum)
     is_installed "$wanted" "$@" && return
 
+    command -v "$python" >/dev/null || { echo "PYTHON=$python: there is no such program" >&2 && exit 2; }
     if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
         echo "jobkit needs Python 3.11 or newer; set PYTHON to one. Found: $("$python" --version 2>&1)" >&2
         exit 2

@@ -4,7 +4,7 @@
 
 Calls of `tools/test mutants`:
     tools/test mutants                all entries
-    tools/test mutants WORD ...       entries whose promise or place contains one of these words
+    tools/test mutants "WORDS" ...    entries whose promise or place contains one of these texts
     tools/test mutants --tenth        a tenth of them, chosen by the commit
     tools/test mutants --rekey        after files were moved or renamed: write the new places into the table
 
@@ -27,7 +27,7 @@ import time
 import venv
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -42,6 +42,9 @@ LIMIT_SECONDS = 900
 
 PATIENCE_SECONDS = 100
 """For `JOBKIT_TEST_PATIENCE`: many breaks show as something that never comes, and 300 s for each are too long."""
+
+
+MOVED = "after a move of files: tools/test mutants --rekey"
 
 
 class WrongTable(Exception):
@@ -67,14 +70,16 @@ class Mutant:
         file = root / path_of(self.place)
         try:
             text = file.read_text(encoding="utf-8")
-        except OSError:
-            raise WrongTable(f"{self.promise}: there is no {file}") from None
+        except (OSError, UnicodeDecodeError):
+            raise WrongTable(f"{self.promise}: there is no text in {file} ({MOVED})") from None
         lines, name = text.splitlines(), self.place.partition(":")[2]
         places = [(b, e) for n, b, e in _definitions(text) if n == name] if name else [(0, len(lines))]
+        if not places:
+            raise WrongTable(f"{self.promise}: {path_of(self.place)} has no {name} ({MOVED})")
         wanted = [line.strip() for line in self.line.splitlines()]
         here = [i for b, e in places for i in range(b, e) if [x.strip() for x in lines[i : i + len(wanted)]] == wanted]
         if len(here) != 1:
-            raise WrongTable(f"{self.promise}: {self.place} has {len(here)} times the line {self.line!r}")
+            raise WrongTable(f"{self.promise}: {self.place} has {len(here)} times the line {self.line!r} ({MOVED})")
         indent = lines[here[0]][: -len(lines[here[0]].lstrip())] if lines[here[0]][:1].isspace() else ""
         lines[here[0] : here[0] + len(wanted)] = [indent + line for line in self.broken.splitlines()]
         text = "\n".join(lines) + "\n"
@@ -120,11 +125,19 @@ def _is_test(root: Path, name: str) -> bool:
 
 def read_table(file: Path = TABLE) -> list[Mutant]:
     """Return the entries of the table. Raises WrongTable."""
-    mutants: list[Mutant] = []
     try:
-        mutants.extend(Mutant(**entry) for entry in yaml.safe_load(file.read_text(encoding="utf-8")))
-    except (OSError, TypeError, yaml.YAMLError) as error:
-        raise WrongTable(f"entry {len(mutants) + 1}: {error}") from None
+        entries = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise WrongTable(str(error)) from None
+    mutants: list[Mutant] = []
+    keys = [field.name for field in fields(Mutant)]
+    for number, entry in enumerate(entries if isinstance(entries, list) else [entries], 1):
+        texts = entry.values() if isinstance(entry, dict) and entry.keys() == set(keys) else [None]
+        if not all(isinstance(text, str) and text.strip() for text in texts):
+            raise WrongTable(f"entry {number}: {', '.join(keys)} are needed, each a text: {entry}")
+        mutants.append(Mutant(**entry))
+        if mutants[-1].line == mutants[-1].broken:
+            raise WrongTable(f"entry {number}: nothing is broken: {entry}")
     if twice := [entry.promise for n, entry in enumerate(mutants) if entry.promise in {m.promise for m in mutants[:n]}]:
         raise WrongTable(f"two entries have the same promise: {', '.join(twice)}")
     return mutants
@@ -161,7 +174,9 @@ def _new_place(root: Path, mutant: Mutant) -> str:
                 around = [(end - begin, name) for name, begin, end in _definitions(text) if begin <= i < end]
                 places.append(f"{module}:{min(around)[1] if around else ''}")
     name = mutant.place.partition(":")[2]
-    return _the_only(mutant.place, [place for place in places if place.partition(":")[2] == name] or places)
+    return _the_only(
+        f"{mutant.promise}: {mutant.place}", [place for place in places if place.partition(":")[2] == name] or places
+    )
 
 
 def _new_test(root: Path, name: str) -> str:
@@ -209,8 +224,11 @@ class Copy:
         return never_ended or (done.returncode == pytest.ExitCode.TESTS_FAILED and have_failed), done.stdout
 
     def pytest(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Run pytest in the copy to its end. The first signal is Ctrl-C, after which fixtures end what they started."""
-        limit = ["timeout", "--signal=INT", "--kill-after=60", str(LIMIT_SECONDS)]
+        """Run pytest in the copy to its end. The first signal is Ctrl-C, after which fixtures end what they started.
+
+        It stays in the terminal's process group, so that a person's Ctrl-C reaches it, too.
+        """
+        limit = ["timeout", "--foreground", "--signal=INT", "--kill-after=60", str(LIMIT_SECONDS)]
         words = (str(self.folder / ".venv/bin/python"), "-m", "pytest", "-p", "no:cacheprovider", "-rfE", *words)
         # Bytecode is known by its second and size: a line that was broken within the same second would not count.
         environ = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "JOBKIT_TEST_PATIENCE": str(PATIENCE_SECONDS)}
@@ -227,9 +245,12 @@ def run_all(mutants: list[Mutant], workers: int) -> int:
         tests = sorted({test for mutant in mutants for test in mutant.tests.split()})
         print(f"{len(mutants)} mutants; the unbroken code first, {len(tests)} tests", flush=True)
         copies.put(copy := copies.get())
-        done = copy.pytest(*tests, "-n", str(2 * workers), "--dist", "worksteal")
+        # In a thread, as all runs: after a Ctrl-C they end before their folder goes.
+        done = threads.submit(copy.pytest, *tests, "-n", str(2 * workers), "--dist", "worksteal").result()
         if done.returncode != 0:
-            print(done.stdout, "The unbroken code fails: a failure would prove nothing.", sep="\n")
+            is_red = done.returncode == pytest.ExitCode.TESTS_FAILED
+            why = "The unbroken code fails: a failure would prove nothing." if is_red else "pytest finds not all tests."
+            print(done.stdout, why, sep="\n")
             return 2
 
         def run(mutant: Mutant) -> str:
@@ -251,15 +272,15 @@ def chosen(mutants: list[Mutant], words: list[str], tenth: bool) -> list[Mutant]
     """Return the entries that contain a word; of these every tenth, beginning where the commit's number says."""
     if words:
         mutants = [mutant for mutant in mutants if any(word in f"{mutant.promise} {mutant.place}" for word in words)]
-    if tenth:
+    if tenth and mutants:
         commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True)
-        mutants = mutants[int(commit, 16) % 10 :: 10]
+        mutants = mutants[int(commit, 16) % min(10, len(mutants)) :: 10]
     return mutants
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tools/test mutants", description=__doc__.splitlines()[0])
-    parser.add_argument("words", nargs="*", metavar="WORD", help="in the promise or the place of an entry")
+    parser.add_argument("words", nargs="*", metavar='"WORDS"', help="a text in the promise or the place of an entry")
     parser.add_argument("--tenth", action="store_true", help="every tenth entry; the commit chooses the first")
     parser.add_argument("--rekey", action="store_true", help="write the new places of moved lines into the table")
     parser.add_argument("--table", type=Path, default=TABLE, help="default: tests/mutants.yaml")
@@ -271,16 +292,17 @@ def main() -> int:
             return 0
         mutants = chosen(read_table(arguments.table), arguments.words, arguments.tenth)
         if not mutants:  # pytest would take no test for all of them
-            parser.error(f"no entry: no promise or place has one of the words {arguments.words}; none at all means all")
+            parser.error(f"no promise or place of {arguments.table} contains one of these texts: {arguments.words}")
         for mutant in mutants:
             mutant.broken_text(ROOT)
             if missing := mutant.missing_tests(ROOT):
-                raise WrongTable(f"{mutant.promise}: there is no {', '.join(missing)}")
+                raise WrongTable(f"{mutant.promise}: there is no {' '.join(missing)} ({MOVED})")
+        return run_all(mutants, max(1, min(arguments.workers, len(mutants))))
     except WrongTable as error:
-        hint = "" if arguments.rekey else " (after a move of files: tools/test mutants --rekey)"
-        print(f"{arguments.table}: {error}{hint}", file=sys.stderr)
+        print(f"{arguments.table}: {error}", file=sys.stderr)
         return 2
-    return run_all(mutants, max(1, min(arguments.workers, len(mutants))))
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

@@ -96,3 +96,9 @@ def test_an_interrupted_install_starts_from_an_empty_environment(clone: Clone) -
     (clone.root / ".venv/installed").unlink()
     assert clone.ensure().returncode == 0
     assert "--clear" in clone.calls.read_text()
+
+
+def test_a_python_that_is_not_there_is_said(clone: Clone) -> None:
+    (clone.root / "python").unlink()
+    done = clone.ensure("test")
+    assert (done.returncode, done.stderr) == (2, f"PYTHON={clone.root}/python: there is no such program\n")

@@ -119,7 +119,10 @@ ENTRY = TABLE.partition("\n\n")[2]
         (ENTRY.replace("  broken: pass\n", ""), "entry 1: .*broken"),
         (ENTRY.replace("adds", "{"), "line 3"),
         (ENTRY * 2, "same promise: adds"),
-        ("", "NoneType"),
+        (ENTRY + ENTRY.replace("adds", "more").replace("broken: pass", "broken: 1"), "entry 2: .*each a text"),
+        (ENTRY.replace("tests: tests/test_old.py::test_add", "tests: ''"), "entry 1: .*each a text"),
+        (ENTRY.replace("broken: pass", "broken: self.n += n"), "entry 1: nothing is broken"),
+        ("", "entry 1: .*None"),
         (None, "No such file"),
     ],
 )

@@ -12,7 +12,6 @@ On a GPU the copy is one into pinned memory, to its end, and the read is followe
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import tempfile
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from table import QUICK, show
+from table import QUICK, options, show
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
@@ -67,6 +66,7 @@ def measure(shapes: list[tuple[int, ...]], folder: Path, repeats: int, device: t
     checkpointer = Checkpointer(folder, RankGroup.alone(), Place(), attempt=1, keep=1)
     checkpointer.stage(0, entries, {})
     stager = DefaultStager(StagingOptions(pin, False, pin, pin))
+    dcp_seconds(model, folder.with_name("dcp"), stager)  # its first save makes the memory
     ratios: dict[str, list[float]] = {row: [] for row in BOUNDS}
     for step in range(1, repeats + 1):
         plain = seconds(lambda: torch._foreach_copy_(copies, parameters, non_blocking=True))
@@ -80,9 +80,8 @@ def measure(shapes: list[tuple[int, ...]], folder: Path, repeats: int, device: t
         durable = time.perf_counter() - began
         ratios["durable"].append(durable / raw)
         theirs = dcp_seconds(model, folder.with_name("dcp"), stager)
-        if step > 1:  # its first one makes the memory
-            ratios["dcp stall"].append(stall / theirs[0])
-            ratios["dcp durable"].append((stall + durable) / theirs[1])
+        ratios["dcp stall"].append(stall / theirs[0])
+        ratios["dcp durable"].append((stall + durable) / theirs[1])
         for file in (folder / "latest").glob("*.safetensors"):  # written past the page cache; the raw file was not
             file.read_bytes()
         raw = seconds(lambda: read_raw(folder.with_name("raw"), copies if pin else parameters))
@@ -124,9 +123,7 @@ def read_raw(file: Path, tensors: list[torch.Tensor]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=2 if QUICK else 7)
-    parser.add_argument("--quick", action="store_true", help="measure little and once: to see that it runs")
+    parser = options(__doc__, 7)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     arguments = parser.parse_args()

@@ -12,9 +12,7 @@ with it, say more. ctx.loader seeds three generators for each sample, which a sa
 
 from __future__ import annotations
 
-import argparse
-
-from table import QUICK, show
+from table import QUICK, options, show
 from training import project, result
 
 TASK = """\
@@ -131,12 +129,9 @@ def measure(row: str, function: str, ranks: int, bound: float, repeats: int) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", choices=["step", "images", "evaluation", []], help="all by default")
-    parser.add_argument("--repeats", type=int, default=1 if QUICK else 9)
-    parser.add_argument("--quick", action="store_true", help="measure little and once: to see that it runs")
-    arguments = parser.parse_args()
-    rows, repeats = arguments.rows or ["step", "images", "evaluation"], arguments.repeats
+    parts = ("step", "images", "evaluation")
+    arguments = options(__doc__, 9, parts).parse_args()
+    rows, repeats = arguments.parts or parts, arguments.repeats
     if "step" in rows:
         for ranks in (2,) if QUICK else (1, 2):
             measure(f"step, {ranks} rank(s)", "step", ranks, 1.05, repeats)

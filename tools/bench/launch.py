@@ -9,7 +9,6 @@ Peers are measured in turn with jobkit, so that a busy machine slows both. Slurm
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -26,7 +25,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tools")]
 
 from harness.runs import Launch, Project, wait_until  # noqa: E402
 from slurmbox import Cluster  # noqa: E402
-from table import QUICK, show  # noqa: E402
+from table import options, show  # noqa: E402
 
 BARE = """\
 import submitit
@@ -168,15 +167,9 @@ MEASURES: dict[str, Callable[[int], None]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("measures", nargs="*", metavar="MEASURE", help=f"of {', '.join(MEASURES)}; all by default")
-    parser.add_argument("--repeats", type=int, default=1 if QUICK else 7)
-    parser.add_argument("--quick", action="store_true", help="measure little and once: to see that it runs")
-    arguments = parser.parse_args()
-    if unknown := set(arguments.measures) - set(MEASURES):
-        parser.error(f"no such measure: {', '.join(unknown)}")
+    arguments = options(__doc__, 7, MEASURES).parse_args()
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # with it jobkit would be compiled anew at each start
-    for name in arguments.measures or MEASURES:
+    for name in arguments.parts or MEASURES:
         MEASURES[name](arguments.repeats)
 
 

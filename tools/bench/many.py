@@ -8,7 +8,6 @@ files, a sweep beside bare Submitit and beside sbatch, `cancel` beside one scanc
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -21,7 +20,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tools")]
 from harness.runs import Project, wait_until  # noqa: E402
 from launch import cluster_project, seconds  # noqa: E402
 from slurmbox import Cluster  # noqa: E402
-from table import QUICK, show  # noqa: E402
+from table import QUICK, options, show  # noqa: E402
 
 from jobkit.run.journal import Journal  # noqa: E402
 from jobkit.run.records import Began, Ended, Finished, Submitted  # noqa: E402
@@ -152,11 +151,7 @@ PARTS = {"list": measure_list, "sweep": measure_sweep, "cancel": measure_cancel}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)")
-    parser.add_argument("--repeats", type=int, default=1 if QUICK else 3)
-    parser.add_argument("--quick", action="store_true", help="measure little and once: to see that it runs")
-    arguments = parser.parse_args()
+    arguments = options(__doc__, 3, PARTS).parse_args()
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # with it jobkit would be compiled anew at each start
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; least, median, most")
     for part in arguments.parts or PARTS:

@@ -1,6 +1,7 @@
 """Measure a step under jobkit against Hugging Face's Trainer and Lightning's, and what jobkit's callbacks cost them.
 
-    .venv/bin/python tools/bench/trainers.py [trainer lightning trainer-callback lightning-callback] [--quick]
+    .venv/bin/python tools/bench/trainers.py [trainer lightning trainer-callback lightning-callback]
+                                             [--repeats 12] [--quick]
 
 trainer             a step of jobkit's loop               / the same step under Hugging Face's Trainer
 lightning           the same                              / under Lightning's Trainer
@@ -13,10 +14,9 @@ other programs disturb least. Lightning's rows are left out where a package is m
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 
-from table import QUICK, show
+from table import QUICK, options, show
 from training import project, result
 
 TASK = """\
@@ -173,18 +173,14 @@ def ratios(row: str, turns: int, block: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", choices=[*ROWS, []], help="all by default")
-    parser.add_argument("--quick", action="store_true", help="measure little and once: to see that it runs")
-    arguments = parser.parse_args()
-    turns, block = (1, 20) if QUICK else (12, 200)
-    for row in arguments.rows or ROWS:
+    arguments = options(__doc__, 12, ROWS).parse_args()
+    for row in arguments.parts or ROWS:
         needs = {"lightning": ["lightning"], "lightning-callback": ["lightning", "jobkit.lightning"]}.get(row, [])
         if missing := next((name for name in needs if importlib.util.find_spec(name) is None), None):
             print(f"{ROWS[row][0]:28} left out: no {missing}", flush=True)
             continue
         name, bound = ROWS[row]
-        show(name, ratios(row, turns, block), bound, "times")
+        show(name, ratios(row, arguments.repeats, 20 if QUICK else 200), bound, "times")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ With --gpu the step and the restart are those of one rank on a GPU, the step wit
 
 from __future__ import annotations
 
-import argparse
 import atexit
 import json
 import shutil
@@ -27,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests")]
 
 from harness.runs import Project, wait_until  # noqa: E402
-from table import QUICK, show  # noqa: E402
+from table import QUICK, options, show  # noqa: E402
 
 TASK = """\
 import json, os, sys, time
@@ -199,13 +198,10 @@ BENCHES = {"step": bench_step, "boundary": bench_boundary, "start": bench_start,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", choices=[*BENCHES, []], help="all by default")
-    parser.add_argument("--repeats", type=int, default=1 if QUICK else 5)
-    parser.add_argument("--quick", action="store_true", help="measure little and once: to see that it runs")
+    parser = options(__doc__, 5, BENCHES)
     parser.add_argument("--gpu", action="store_true")
     arguments = parser.parse_args()
-    for row in arguments.rows or (["step", "restart"] if arguments.gpu else BENCHES):
+    for row in arguments.parts or (["step", "restart"] if arguments.gpu else BENCHES):
         BENCHES[row](arguments.repeats, int(arguments.gpu))
 
 
