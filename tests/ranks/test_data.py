@@ -282,6 +282,31 @@ def test_ranks_divide_the_shards_and_a_state_is_not_read_again() -> None:
     assert [(number, part.read) for number, part in parts] == [(2, 2), (3, 2)]
 
 
+class Mixed(IterableDataset[torch.Tensor]):
+    """A stream that draws its order."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.tensor(random.sample(range(40), 40)))
+
+
+def test_a_stream_that_draws_its_order_has_it_again() -> None:
+    whole, _ = read(8, dataset=Mixed())
+    first, state = read(3, dataset=Mixed())
+    random.seed(99)
+    rest, _ = read(5, state, dataset=Mixed())
+    assert first + rest == whole
+    assert whole[:5] != whole[5:]
+
+
+def test_a_stream_with_another_batch_size_is_read_again() -> None:
+    dataset = Resumable(range(40), 4)
+    _, state = read(3, dataset=dataset)
+    expected, loader = (Loader(dataset, global_batch_size=6, seed=3) for _ in range(2))
+    expected.done = 24
+    loader.load_state_dict(state)
+    assert torch.equal(next(loader), next(expected))
+
+
 def read_apart(ranks: RankGroup) -> None:
     mine = Stream(range(ranks.rank, 40, ranks.world_size))
     with pytest.raises(UsageError, match="different samples"):

@@ -10,10 +10,17 @@ import torch
 from harness.ranks import make_context, run_ranks
 from harness.training import logged
 from torch import nn
+from torch.utils.data import DataLoader
 
-from jobkit.errors import Stopped
+from jobkit.errors import Stopped, UsageError
 from jobkit.group import RankGroup
+from jobkit.run import records
+from jobkit.run.records import Drill
+from jobkit.run.rundir import RunDir
 from jobkit.run.schema import BestConfig, CheckpointConfig, Config
+from jobkit.run.slots import Phase
+from jobkit.verify.compare import read_trace
+from jobkit.worker.health import NotFinite
 
 SAVES = CheckpointConfig(every=4, memory="off", best=BestConfig(metric="error", mode="min"))
 
@@ -105,3 +112,107 @@ def test_a_kill_leaves_each_rank_its_state_and_each_step_one_point(tmp_path: Pat
         )  # of the best one
         assert seen["drawn"] != first[0]["drawn"]  # the generator goes on
     assert points(tmp_path / "test-01234567" / "tensorboard", "train/loss") == list(range(12))
+
+
+def alone(folder: Path, every: int | str, number: int = 1) -> Any:
+    config = Config(name="test", task="m:f", checkpoint=CheckpointConfig(every=every, memory="off"))
+    return make_context(folder, RankGroup.alone(), config, number)
+
+
+def test_a_function_between_steps_is_no_step_and_quick_steps_have_a_checkpoint_before_the_last(tmp_path: Path) -> None:
+    ctx, phases = alone(tmp_path, 1000), []
+    ctx.track(model=nn.Linear(1, 1))
+    for _ in ctx.steps(300, every={lambda: phases.append(ctx._rank.page.read().phase): 100}):
+        pass
+    ctx.finish()
+    assert phases == [Phase.ENDING] * 4
+    assert ctx._rank.run.durable_steps() == [299, 300]
+
+
+def test_the_time_to_a_checkpoint_counts_from_the_last_one(tmp_path: Path) -> None:
+    ctx = alone(tmp_path, "10min")
+    ctx.track(model=nn.Linear(1, 1))
+    checkpoints = ctx._checkpoints
+    for _ in ctx.steps(1):
+        checkpoints._disk.since -= 700
+        assert checkpoints._disk.is_due_now()
+        checkpoints.write(checkpoints.stage(ctx._loop.boundary), wait=True)
+        assert not checkpoints._disk.is_due_now()
+    ctx.close()
+
+
+def test_a_stop_in_a_function_at_the_first_boundary_leaves_a_checkpoint(tmp_path: Path) -> None:
+    ctx = alone(tmp_path, 1000)
+    ctx.track(model=nn.Linear(1, 1))
+    with pytest.raises(Stopped):
+        for _ in ctx.steps(3, every={lambda: ctx._rank.page.ask_to_stop(): 2}):
+            raise AssertionError("a step")
+    assert ctx._rank.run.durable_steps() == [0]
+
+
+def test_a_loss_that_is_no_number_names_the_samples_of_its_batch(tmp_path: Path) -> None:
+    ctx = alone(tmp_path, 100)
+    with pytest.raises(NotFinite) as caught:
+        for _ in ctx.epochs(1, model=nn.Linear(1, 1)):
+            for number, _ in enumerate(ctx.batches(DataLoader(range(40), batch_size=2))):  # type: ignore[arg-type]
+                ctx.log({"loss": float("nan") if number == 3 else 1.0})
+    ctx.close()
+    assert caught.value.samples == [6, 7]
+
+
+def test_texts_with_which_an_epoch_began_come_back(tmp_path: Path) -> None:
+    def words(number: int, stop: int | None) -> list[str]:
+        ctx = alone(tmp_path, 1, number)
+        state, seen = ctx.values(word="a"), []
+        try:
+            for _ in ctx.epochs(2, model=nn.Linear(1, 1)):
+                seen.append(state.word)
+                state.word += "b"
+                for _ in ctx.batches(DataLoader(range(4), batch_size=1)):  # type: ignore[arg-type]
+                    if ctx.step == stop:
+                        ctx._rank.page.ask_to_stop()
+        except Stopped:
+            pass
+        ctx._tracked.close()
+        return seen
+
+    assert words(1, stop=1) == ["a"]
+    assert words(2, stop=None) == ["a", "ab"]
+
+
+def drift(ranks: RankGroup, folder: Path) -> None:
+    ctx = make_context(folder, ranks, Config(name="test", task="m:f", checkpoint=CheckpointConfig(every=1)))
+    model = nn.Linear(1, 1)
+    ctx.track(model=model)
+    with pytest.raises(UsageError, match="differs between rank"):
+        for _ in ctx.steps(6, every={lambda: None: 5}):
+            with torch.no_grad():
+                model.weight += ranks.rank
+    ctx._tracked.close()
+
+
+def test_a_model_that_drifts_apart_after_a_function_at_step_0_is_refused(tmp_path: Path) -> None:
+    run_ranks(drift, 2, tmp_path)
+
+
+def traced(ranks: RankGroup, folder: Path) -> None:
+    run = RunDir(folder / "test-01234567")
+    if ranks.is_main:
+        run.path.mkdir()
+        records.write(run.drill_file, Drill(steps=4, shorten=2))
+    ranks.barrier()
+    ctx = make_context(folder, ranks, Config(name="test", task="m:f"))
+    loader = ctx.loader(torch.arange(12), global_batch_size=3, shuffle=False)
+    ctx.track(model=nn.Linear(1, 1), loader=loader)
+    for _ in ctx.steps(100, every={lambda: {"error": float(ctx.step)}: 50}):
+        next(loader)
+    ctx.finish()
+
+
+def test_a_trace_of_verify_has_each_ranks_samples_and_the_values_of_functions(tmp_path: Path) -> None:
+    run_ranks(traced, 3, tmp_path)
+    for rank, places in read_trace(RunDir(tmp_path / "test-01234567")).items():
+        boundaries = [place for place in places if place.event == "boundary"]
+        assert [place.samples for place in boundaries] == [[3 * step + rank] for step in range(4)]
+        values = {place.step: place.values.get("error") for place in places if place.event == "evaluated"}
+        assert list(values) == [0, 2, 4] and None not in values.values() and len(set(values.values())) == 3

@@ -60,3 +60,8 @@ def test_the_running_attempt_counts_by_its_progress() -> None:
 def test_an_attempt_in_place_waited_in_no_queue() -> None:
     events = [submitted(), *_ran(1, 0, 0, 40, 40, next="in_place"), began(2, START + 61, how="in place")]
     assert accounts(_status(*events), None, START + 70)[1].queue == 0
+
+
+def test_steps_are_repeated_up_to_the_furthest_attempt_and_to_ones_own_last_step() -> None:
+    runs = [*_ran(1, 0, 0, 60, 50), *_ran(2, 100, 50, 55, 50), *_ran(3, 200, 50, 70, 70)]
+    assert [account.repeated_steps for account in accounts(_status(submitted(), *runs))] == [0, 5, 10]

@@ -442,3 +442,29 @@ def test_a_config_that_the_job_cannot_use_is_said_in_the_status(run: RunDir, spo
         take_over(run, me())
     assert refusal.value.exit_code == EXIT_RUN_FAILED
     assert read_status(run).state == "interrupted" and read_status(run).reason
+
+
+def test_a_report_of_the_attempt_before_is_not_this_ones(run: RunDir) -> None:
+    tenure = started(run)
+    records.write(run.progress_file, Progress(attempt=1, time=5.0, step=6, first_step=0))
+    close(tenure, KILLED, HERE)
+    begin(tenure, ["node1"], 1)
+    close(tenure, Facts(exits=[(Exited(serial=2, attempt=2, rank=0, code=-9, step=-1), "node1")]), HERE)
+    assert (last_end(run).first_step, last_end(run).last_step) == (None, None)
+
+
+def test_a_cancel_counts_more_than_a_preemption_that_was_asked_for_before(run: RunDir) -> None:
+    tenure = started(run)
+    ask_for(run, "preempt")
+    ask_for(run, "cancel")
+    assert (close(tenure, KILLED, HERE).action, read_status(run).state) == ("stop", "cancelled")
+
+
+def test_a_process_that_has_lost_the_lease_begins_nothing(run: RunDir) -> None:
+    tenure = started(run)
+    close(tenure, KILLED, HERE)
+    other = take_over(run, me())
+    with pytest.raises(LostLease):
+        begin(tenure, ["node1"], 1)
+    lease = run.lease()
+    assert lease is not None and lease.writer == other.writer

@@ -225,3 +225,12 @@ def test_a_list_reads_one_file_of_each_run_that_is_over(tmp_path: Path, monkeypa
     monkeypatch.setattr(journal, "events", lambda run: pytest.fail("read a journal"))
     monkeypatch.setattr("jobkit.slurm.commands.run", lambda *words, **options: pytest.fail("asked Slurm"))
     assert main(["list", "--runs-dir", str(tmp_path / "runs")]) == 0
+
+
+def test_the_step_is_the_one_of_the_newest_attempt_and_of_no_old_report(tmp_path: Path) -> None:
+    dead = ended("killed", "in_place", last_step=10, durable_step=5)
+    crashed = ended("crashed", "fail", 2, last_step=40, durable_step=35)
+    run = make_run(tmp_path, "toy-11f5f19c", submitted(), began(), dead, began(2), crashed)
+    records.write(run.progress_file, Progress(attempt=1, time=1.0, step=7, total_steps=50))
+    (row,) = read_rows([run])
+    assert (row.values["step"], row.values["checkpoint"], row.values["total_steps"]) == (40, 35, None)

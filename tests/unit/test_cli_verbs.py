@@ -21,14 +21,16 @@ import pytest
 from harness.journals import START, TOKEN, began, ended, finished, make_run, submitted
 
 from jobkit.cli import cancel, preempt, wait
+from jobkit.cli.cancel import _settle
 from jobkit.cli.main import VERBS, main
 from jobkit.cli.status import describe, slow_ranks
 from jobkit.errors import SchedulerTimeout
 from jobkit.run import records
+from jobkit.run.files import write_json
 from jobkit.run.journal import Journal, read_status
 from jobkit.run.records import Cancelled, Event, Excluded, Progress
 from jobkit.run.rundir import RunDir
-from jobkit.run.runs import sweep_cancel_file, sweep_lock
+from jobkit.run.runs import sweep_cancel_file, sweep_lock, verified_file
 from jobkit.run.view import view
 from jobkit.slurm import commands, jobs
 from jobkit.slurm.jobs import Job
@@ -503,3 +505,66 @@ def test_the_page_for_agents_names_every_command(capsys: Capture) -> None:
     page = capsys.readouterr().out
     assert page == (Path(__file__).parents[2] / "AGENTS.md").read_text(encoding="utf-8")
     assert [verb for verb in VERBS if f"`python -m jobkit {verb} " not in page and f"jobkit {verb}`" not in page] == []
+
+
+def test_status_of_a_lost_run_says_why_its_job_could_not_begin_and_what_to_type(tmp_path: Path) -> None:
+    run = make_run(tmp_path, NAME, submitted())
+    run.submitit.mkdir()
+    run.failed_starts.write_text("x\n")
+    run.job_log.write_text("module: command not found\n")
+    text = "\n".join(describe(view(run), None, START + 100))
+    assert all(words in text for words in ("lost", "module: command not found", f"resume {NAME}"))
+
+
+def test_status_names_a_difference_at_step_0(tmp_path: Path) -> None:
+    dead = ended("killed", "in_place", first_step=0, last_step=3)
+    compared = ended("finished", "stop", 2, first_step=0, last_step=9, repeated=3, compared=3, differs_at=0)
+    run = make_run(tmp_path, NAME, submitted(), began(), dead, began(2), compared, finished())
+    assert "step 0 logged other values" in "\n".join(describe(view(run), None, START + 100))
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ({"equal": True, "nondeterministic": False}, "equal"),
+        ({"equal": False, "nondeterministic": False}, "it differs"),
+        ({"equal": False, "nondeterministic": True}, "two straight runs"),
+    ],
+)
+def test_status_says_how_the_last_verification_of_this_code_ended(
+    tmp_path: Path, answer: dict[str, bool], words: str
+) -> None:
+    run = make_run(tmp_path, NAME, submitted(code="0123"), began(), ended(), finished())
+    file = verified_file(tmp_path, "0123", run.name)
+    file.parent.mkdir()
+    write_json(file, {"time": START, **answer}, durable=False)
+    (line,) = [line for line in describe(view(run), None, START + 100) if "verified" in line]
+    assert words in line
+
+
+def test_cancel_of_a_run_without_a_job_waits_as_long_as_its_ranks_may_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cancel, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(cancel, "KILLED_SECONDS", None)  # as long as they take to die is no question here
+    run = make_run(tmp_path, NAME, submitted(), began())
+    with run.alive_lock():
+        assert main(["cancel", NAME]) == 1
+
+
+def test_a_cancel_leaves_a_run_alone_that_another_submission_has_continued(tmp_path: Path) -> None:
+    run = make_run(tmp_path, NAME, submitted(), began())
+    before, token = view(run), "jobkit:toy:2:ffffff"
+    later = submitted(token=token, number=2), began(2, token=token), ended("stopped", "stop", 2)
+    for event in (ended("timeout", "stop"), *later):
+        Journal(run).append(event)
+    assert (_settle(before).state, read_status(run).state) == ("interrupted", "interrupted")
+
+
+def test_wait_gives_up_on_a_sweep_that_still_makes_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wait, "LOOK_SECONDS", None)  # at once: it never looks again
+    file = tmp_path / "toy-7cbedaba.sweep"
+    file.write_text(f"{NAME}\n")
+    make_run(tmp_path, NAME, submitted(), began(), ended(), finished())
+    with sweep_lock(file):
+        assert main(["wait", file.name, "--timeout", "0"]) == 124

@@ -20,6 +20,7 @@ from torch.utils.data import (
 )
 
 from jobkit.errors import UsageError
+from jobkit.train.evaluate import Batches
 from jobkit.train.foreign_loader import Pass, length_of
 from jobkit.train.loader import Loader
 from jobkit.train.order import feistel, permuted
@@ -194,3 +195,68 @@ def test_on_another_number_of_ranks_each_rank_draws_its_own_numbers() -> None:
 )
 def test_the_length_of_a_loader_is_known_or_not(loader: Any, length: int | None) -> None:
     assert length_of(loader) == length
+
+
+def test_the_half_of_a_pair_of_normal_numbers_comes_back() -> None:
+    seed_generators(3)
+    np.random.randn()
+    state = generator_state()
+    expected = np.random.randn(3).tolist()
+    load_generator_state(state)
+    assert np.random.randn(3).tolist() == expected
+
+
+def test_each_epoch_has_noise_of_its_own() -> None:
+    loader = Loader(Noisy(), global_batch_size=37, shuffle=False)
+    first, second = next(loader), next(loader)
+    assert torch.equal(first[:, 0], second[:, 0])
+    assert not set(first[:, 3].tolist()) & set(second[:, 3].tolist())
+
+
+def test_noise_in_an_evaluation_belongs_to_its_sample() -> None:
+    (_, fives), (_, fours) = Batches(Noisy(), 5, 3, None)[1], Batches(Noisy(), 4, 3, None)[1]
+    assert torch.equal(fives[0], fours[1])  # sample 5
+    assert len(set(fives[:, 1].tolist())) == 5
+
+
+def test_a_long_epoch_has_each_sample_once() -> None:
+    loader = Loader(range(1000), global_batch_size=8)  # type: ignore[arg-type]
+    assert sorted(sample for _ in range(125) for sample in next(loader).tolist()) == list(range(1000))
+
+
+def test_a_loader_that_was_read_before_its_restore_goes_on_from_the_checkpoint() -> None:
+    first, second = (Loader(range(100), global_batch_size=8) for _ in range(2))  # type: ignore[arg-type]
+    for _ in range(5):
+        next(first)
+    next(second)
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(next(first), next(second))
+
+
+def test_a_pass_that_goes_on_has_the_rest_of_its_batches() -> None:
+    loader = DataLoader(range(24), batch_size=4)  # type: ignore[arg-type]
+    assert Pass(loader, 1, {"taken": 2, "skipped": 0, "sampler": None, "stream": None}).batches_left() == 4
+
+
+class Told(Sampler[int]):
+    """A sampler that the loop tells what comes next."""
+
+    place = 0
+
+    def __init__(self) -> None:
+        pass
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(6):
+            yield self.place
+
+
+def test_a_sampler_that_looks_at_the_loop_is_not_read_ahead() -> None:
+    sampler, seen = Told(), []
+    for number, batch in enumerate(Pass(DataLoader(range(10), batch_size=1, sampler=sampler), 1)):  # type: ignore[arg-type]
+        seen += batch.tolist()
+        sampler.place = number + 1
+    assert seen == [0, 1, 2, 3, 4, 5]

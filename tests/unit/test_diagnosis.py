@@ -251,3 +251,7 @@ def test_the_last_words_are_few(tmp_path: Path) -> None:
     assert last_words(log) == "FATAL:   could not open image", "apptainer's words have colours in a file, too"
     log.write_text("x" * 100_000)
     assert len(last_words(log)) <= 2000, "it stands in the journal"
+
+
+def test_a_hang_names_its_step() -> None:
+    assert verdict(Facts(asked=("hang", ""), silent=SILENT)).step == 7

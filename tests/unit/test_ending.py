@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from jobkit.errors import InputError, JobkitError, LostLease, Stopped, UsageError
+from jobkit.errors import CheckpointError, InputError, JobkitError, LostLease, Stopped, UsageError
 from jobkit.run.rundir import RunDir
 from jobkit.run.slots import Page, Phase
-from jobkit.worker.ending import run_recorded
+from jobkit.worker.ending import MAX_TRACEBACK, run_recorded
+from jobkit.worker.health import NotFinite
 from jobkit.worker.rank import Rank
 
 
@@ -44,6 +45,8 @@ ENDS = {
     "an exception": (ValueError("x"), 1, {"kind": "failed", "error": "ValueError: x", "final": False}),
     "an exception without words": (ValueError(), 1, {"kind": "failed", "error": "ValueError"}),
     "a misuse": (UsageError("x"), 1, {"kind": "failed", "final": True}),
+    "no checkpoint that can be read": (CheckpointError("x"), 1, {"kind": "failed", "final": True}),
+    "a loss that is no number": (NotFinite(3, float("nan"), [7]), 1, {"kind": "failed", "final": True}),
     "a wrong config": (InputError("x"), 1, {"kind": "failed", "final": True}),
     "exit 0": (SystemExit(0), 0, {"kind": "finished"}),
     "exit without a code": (SystemExit(), 0, {"kind": "finished"}),
@@ -124,3 +127,17 @@ def test_an_end_that_the_disk_does_not_take_is_told_by_the_code(rank: Rank) -> N
     rank.run.path.write_text("no folder")
     assert run_recorded(rank, raising(ValueError("x"))) == 1
     assert run_recorded(rank, raising(NO_SPACE)) == 75
+
+
+def test_of_a_long_traceback_the_end_is_kept(rank: Rank) -> None:
+    run_recorded(rank, raising(ValueError("x" * 20_000 + " the reason")))
+    (end,) = rank.run.ends(2)
+    assert end.traceback is not None
+    assert end.traceback.endswith("the reason\n") and len(end.traceback) <= MAX_TRACEBACK
+
+
+def test_the_page_of_a_rank_says_that_it_has_ended(rank: Rank) -> None:
+    """The disk may show its End late."""
+    rank.beat(7)
+    run_recorded(rank, lambda: None)
+    assert rank.page.read().phase is Phase.ENDING

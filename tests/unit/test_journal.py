@@ -8,9 +8,10 @@ import os
 from pathlib import Path
 
 import pytest
-from harness.journals import began, make_run, submitted
+from harness.journals import began, ended, make_run, submitted
 
 from jobkit.run.journal import Journal, cached_status, read_status
+from jobkit.run.records import Rewound
 
 
 def test_a_line_that_a_crash_cut_off_is_no_event_and_the_next_one_takes_its_place(tmp_path: Path) -> None:
@@ -32,3 +33,12 @@ def test_an_event_that_finds_no_room_leaves_no_part_of_itself(tmp_path: Path, mo
     assert run.journal_file.read_bytes() == whole and journal.status.attempts == []
     journal.append(began())
     assert len(read_status(run).attempts) == 1
+
+
+def test_an_attempt_after_a_rewind_forgets_it(tmp_path: Path) -> None:
+    stopped = ended("stopped", "stop", last_step=30)
+    run = make_run(tmp_path, "toy-11f5f19c", submitted(), began(), stopped, Rewound(step=20, branch="b"))
+    assert read_status(run).rewound == 20
+    for event in (submitted(number=2), began(2)):
+        Journal(run).append(event)
+    assert read_status(run).rewound is None

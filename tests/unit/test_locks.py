@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import signal
 import subprocess
 import sys
@@ -38,3 +39,10 @@ def test_a_group_that_shares_the_folder_shares_its_locks(tmp_path: Path) -> None
         pass
     assert (shared / ".locks").stat().st_mode & 0o7777 == 0o2775
     assert (shared / ".locks" / "x").stat().st_mode & 0o777 == 0o664
+
+
+def test_two_may_look_at_a_lock_at_once(tmp_path: Path) -> None:
+    (tmp_path / "x").touch()
+    with (tmp_path / "x").open() as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        assert not Lock(tmp_path / "x").is_held()

@@ -172,3 +172,33 @@ def test_steps_between_frequent_evaluations_have_a_speed(monkeypatch: pytest.Mon
         clock.begin(step)
     shown = {"step_seconds": 0.1, "samples_per_second": 640.0, "epoch": 0.5, "lr": 0.25}
     assert logged == [{f"perf/{name}": value for name, value in shown.items()}]
+
+
+def test_only_from_step_to_step_it_is_a_step_that_took_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    page, times = Page.create(), iter([0.0, 2.0, 2.0, 600.0])
+    monkeypatch.setattr("jobkit.run.slots.time.monotonic", lambda: next(times))
+    for phase in (Phase.STEPPING, Phase.STEPPING, Phase.ENDING, Phase.STEPPING):
+        page.beat(1, phase, 3)
+    assert page.read().slowest == 2.0
+
+
+def test_an_attempt_that_came_to_no_step_is_passed_over_by_comparisons() -> None:
+    kept, first, second, third = Kept(with_slots=False), Page.create(), Page.create(), Page.create()
+    kept.environment(0, first, 2)
+    first.beat(1, Phase.STEPPING, 5)
+    kept.environment(0, second, 2)  # it dies in its imports
+    before = page_before(kept.environment(0, third, 2))
+    assert before is not None and before.read().step == 5
+
+
+def test_each_attempt_goes_on_in_a_file_of_its_own_and_all_of_them_stay(tmp_path: Path) -> None:
+    rank, position = make_rank(tmp_path), None
+    for attempt in range(3):
+        reporter = Reporter(rank)
+        reporter.begin(2 * attempt, position, None)
+        for step in range(2 * attempt, 2 * attempt + 2):
+            reporter.log(step, {"loss": 1.0})
+            reporter.end_step(step)
+        position = reporter.position().result()
+        reporter.close()
+    assert sorted(steps(rank.run.tensorboard)) == list(range(6))

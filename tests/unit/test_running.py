@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from jobkit.run.journal import Journal
+from jobkit.run.records import Began, Request
 from jobkit.run.rundir import RunDir
 from jobkit.run.schema import Config, Resources
 from jobkit.supervisor.agents import Agent, Lost, News
@@ -116,15 +117,21 @@ def test_losses_that_are_no_nodes_fault(why: str, asked: str | None, lost: list[
     assert facts.signalled
 
 
-@pytest.mark.parametrize(("names", "goes_on"), [(["local"], True), (["n1", "n2"], False)])
-def test_ranks_that_do_not_end_cost_their_node(tmp_path: Path, names: list[str], goes_on: bool) -> None:
-    """This machine has no other node: there their agent is replaced."""
-    run = RunDir(tmp_path / "toy-12345678")
+def supervisor_of(folder: Path, names: list[str]) -> Supervisor:
+    run = RunDir(folder / "toy-12345678")
     run.path.mkdir()
     config = Config(name="toy", task="toy:train", resources=Resources(nodes=len(names)))
     tenure = Tenure(run=run, config=config, me=Me(job_id="7", token="t"), journal=Journal(run, "w"))
-    allocation = SimpleNamespace(nodes=lambda: names, host="127.0.0.1", look=lambda: None)
-    supervisor = Supervisor(tenure, allocation, [])  # type: ignore[arg-type]
+    allocation = SimpleNamespace(
+        nodes=lambda: names, host="127.0.0.1", look=lambda: None, signals_stop=True, attempt_seconds=100.0
+    )
+    return Supervisor(tenure, allocation, [])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("names", "goes_on"), [(["local"], True), (["n1", "n2"], False)])
+def test_ranks_that_do_not_end_cost_their_node(tmp_path: Path, names: list[str], goes_on: bool) -> None:
+    """This machine has no other node: there their agent is replaced."""
+    supervisor = supervisor_of(tmp_path, names)
     ranks = Running(3, dict(enumerate(names)), ends=frozenset)
     ranks.ask("preempted", "", now=time.monotonic() - END_SECONDS, end=0.0)
     supervisor._press(ranks)
@@ -137,3 +144,25 @@ def test_a_node_that_is_well_is_kept() -> None:
     ranks.keep_nodes({"n2"})
     facts = ranks.facts
     assert (facts.asked and facts.asked[0], list(facts.lost_nodes)) == ("killed", [])
+
+
+def test_a_rank_that_is_silent_while_it_stops_is_no_hang() -> None:
+    ranks = running()
+    ranks.ask("preempted", "", now=100.0, end=190.0)
+    ranks.note(NODES["n2"], Silent(attempt=3, rank=2, seconds=300, step=7), now=101.0)
+    assert (ranks.facts.asked, ranks.facts.silent) == (("preempted", ""), None)
+    assert ranks.next_change(101.0) == 190.0
+
+
+def test_an_attempt_that_is_taken_over_has_the_time_that_is_left(tmp_path: Path) -> None:
+    supervisor = supervisor_of(tmp_path, ["local"])
+    supervisor._adopt(Began(attempt=1, token="t", job_id="7", time=time.time() - 50))
+    assert time.monotonic() - supervisor._started_at >= 49
+
+
+def test_a_request_that_was_made_of_an_attempt_ends_no_later_one(tmp_path: Path) -> None:
+    supervisor = supervisor_of(tmp_path, ["local"])
+    supervisor.running = Running(2, {0: "local"}, ends=frozenset)
+    for attempt in (1, 2):
+        supervisor._request = Request(kind="preempt", token="t", attempt=attempt)
+        assert (supervisor._reason() is None) is (attempt == 1)

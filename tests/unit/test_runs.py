@@ -11,6 +11,7 @@ from harness.journals import TOKEN, began, ended, finished, make_run, submitted
 from jobkit.errors import InputError, NoSuchRun, SchedulerTimeout
 from jobkit.run import runs
 from jobkit.run.journal import Journal
+from jobkit.run.locks import Lock
 from jobkit.run.rundir import RunDir
 from jobkit.run.view import View, view, views
 from jobkit.slurm import commands, jobs
@@ -185,6 +186,15 @@ def test_a_local_run_lives_as_long_as_its_lock_is_held(tmp_path: Path) -> None:
     assert (view(run).state, view(run).is_over) == ("lost", True)
     with run.submit_lock():  # a submission is about to start its job
         assert (view(run).state, view(run, locked=True).state) == ("running", "lost")
+
+
+def test_a_lock_that_cannot_be_opened_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(lock: Lock) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Lock, "is_held", refused)
+    now = view(make_run(tmp_path, "toy-11f5f19c", submitted(), began()))
+    assert (now.state, now.answered, now.is_over) == ("running", False, False)
 
 
 def test_a_run_that_ended_during_the_question_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
