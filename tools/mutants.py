@@ -2,12 +2,6 @@
 
     tests/mutants.yaml --> a copy of the project with one line broken --> pytest --> killed, or survived
 
-Calls of `tools/test mutants`:
-    tools/test mutants                all entries
-    tools/test mutants "WORDS" ...    entries whose promise or place contains one of these texts
-    tools/test mutants --tenth        a tenth of them, chosen by the commit
-    tools/test mutants --rekey        after files were moved or renamed: write the new places into the table
-
 The exit code is 1 if a mutant survives, and 2 if the table or the unbroken code is wrong. Tools that make mutants by
 rule (mutmut, cosmic-ray) do not take a broken line that a person wrote, nor the tests that must fail for it.
 """
