@@ -116,8 +116,14 @@ class Disk:
         return _Node(names, dict(names))
 
     def follow(self, call: Call) -> None:
-        """Take in a call."""
+        """Take in a call.
+
+        A folder that one process makes may be used by another before strace writes the first one's return down: what
+        is made in it tells that it is there.
+        """
         paths = [path for path in call.paths if path.is_relative_to(self.folder)]
+        if paths and call.name in MAKES:
+            self._make(paths[-1].parent)
         if not paths or (node := self._find(paths[0].parent)) is None:
             return
         name = paths[0].name
@@ -125,7 +131,10 @@ class Disk:
         if call.name in MAKES:
             if call.name not in ("open", "openat") or (here is None and "O_CREAT" in call.words):
                 path = paths[-1]  # a link's target comes first
-                self._parent(path).names[path.name] = _Node()
+                if call.name.startswith("mkdir"):
+                    self._make(path)
+                else:
+                    self._parent(path).names[path.name] = _Node()
             elif here is not None and "O_TRUNC" in call.words:
                 here.is_sure = False
         elif call.name in MOVES:
@@ -165,6 +174,11 @@ class Disk:
         for name in path.relative_to(self.folder).parts if path.is_relative_to(self.folder) else ():
             node = node.names.get(name) if node is not None else None
         return node
+
+    def _make(self, path: Path) -> None:
+        node = self._root
+        for name in path.relative_to(self.folder).parts:
+            node = node.names.setdefault(name, _Node())
 
     def _parent(self, path: Path) -> _Node:
         node = self._find(path.parent)
