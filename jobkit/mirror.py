@@ -38,6 +38,10 @@ LOOK_SECONDS = 5.0
 AGAIN_SECONDS = 60.0
 """How long after a failure the next process starts."""
 
+MARK = "JOBKIT_MIRROR=1"
+"""In the environment of each process, and of what it starts. After rank 0's death an agent lets it end by itself:
+MLflow's folder of an experiment cannot be read any more if a process is killed while it makes a run there."""
+
 Point = tuple[int, str, float, float]
 """Step, tag, value, seconds since the epoch."""
 
@@ -63,8 +67,11 @@ class Mirror:
         if self._process is None and time.monotonic() >= self._start_at:
             words, pipe = start.words("jobkit.mirror", str(self._run.path), self._service), subprocess.PIPE
             self._start_at = time.monotonic() + AGAIN_SECONDS
+            env = os.environ | dict([MARK.split("=")])
             try:  # a session of its own: the Ctrl-C of a script's terminal is not for it
-                self._process = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+                self._process = subprocess.Popen(
+                    words, env=env, stdin=pipe, stdout=pipe, text=True, start_new_session=True
+                )
             except OSError as error:
                 self._say(str(error))
 

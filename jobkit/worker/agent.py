@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NoReturn
 
+from jobkit import mirror
 from jobkit.log import configure, log
 from jobkit.run.rundir import RunDir
 from jobkit.run.schema import Config
@@ -44,7 +45,7 @@ from jobkit.worker.children import Children, send
 from jobkit.worker.forked import become_rank, run_rank_program, start_anew
 from jobkit.worker.link import Link
 from jobkit.worker.preload import import_for_ranks
-from jobkit.worker.processes import with_variables
+from jobkit.worker.processes import has_variables, with_variables
 from jobkit.worker.rendezvous import Reservation, environment_of
 from jobkit.worker.signals import STOP_SIGNALS, AgentSignals
 
@@ -203,14 +204,15 @@ class Agent:
         On Slurm slurmstepd does that.
         """
         for pid in with_variables(f"JOBKIT_RUN={self.run.path}", "SUBMITIT_EXECUTOR=jobkit"):
-            log.warning("process %d of an earlier attempt is still there: killed", pid)
-            send(pid, signal.SIGKILL)
+            if not has_variables(pid, mirror.MARK):
+                log.warning("process %d of an earlier attempt is still there: killed", pid)
+                send(pid, signal.SIGKILL)
 
     def _leave(self) -> None:
         """End: nothing of the ranks stays, so that whoever gets the devices next has them alone."""
         self.children.kill_all()
         until = time.monotonic() + LEAVE_SECONDS
-        while not self.children.is_gone() and time.monotonic() < until:
+        while (not self.children.is_gone() or self.children.mirrors()) and time.monotonic() < until:
             time.sleep(BUSY_SECONDS)
             self.children.reap()
 

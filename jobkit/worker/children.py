@@ -17,6 +17,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from jobkit import mirror
 from jobkit.run.slots import Page, Phase
 from jobkit.supervisor.diagnosis import OF_A_STOP
 from jobkit.supervisor.protocol import Exited, Signal, Silent
@@ -146,14 +147,17 @@ class Children:
             return False
         if self._all_finished:
             return True
-        strays = self._strays()
+        strays = self._orphans() - self.mirrors() | set(processes.in_sessions(self._sessions))
         for pid in strays:
             send(pid, signal.SIGKILL)
         return not strays
 
-    def _strays(self) -> set[int]:
-        orphans = set(processes.children(os.getpid())) - set(self.others)
-        return orphans | set(processes.in_sessions(self._sessions))
+    def mirrors(self) -> set[int]:
+        """The copiers of curves that rank 0 has left behind: they use no device, and end by themselves."""
+        return {pid for pid in self._orphans() if processes.has_variables(pid, mirror.MARK)}
+
+    def _orphans(self) -> set[int]:
+        return set(processes.children(os.getpid())) - set(self.others)
 
     # Signals
 

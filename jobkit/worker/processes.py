@@ -51,16 +51,16 @@ def in_sessions(sessions: Collection[int]) -> list[int]:
 
 def with_variables(*entries: str) -> list[int]:
     """The living processes of this user that were started with all these `NAME=value` in their environment."""
-    wanted = {entry.encode() for entry in entries}
-    pids = []
-    for pid, fields in _all():
-        try:
-            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:  # another user's, or it has ended
-            continue
-        if fields[0] not in "ZX" and wanted.issubset(environment):
-            pids.append(pid)
-    return pids
+    return [pid for pid, fields in _all() if fields[0] not in "ZX" and has_variables(pid, *entries)]
+
+
+def has_variables(pid: int, *entries: str) -> bool:
+    """True if a process of this user was started with all these `NAME=value` in its environment."""
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # another user's, or it has ended
+        return False
+    return {entry.encode() for entry in entries}.issubset(environment)
 
 
 def catches(pid: int, number: int) -> bool:

@@ -61,6 +61,9 @@ def train(rank):
             raise Stopped
         if rank.params.get("fails") and step == 3:
             subprocess.Popen(["sleep", "1000"], start_new_session=True)
+            if rank.params.get("mirrors"):
+                words, env = ["sh", "-c", "cat; sleep 1; touch whole"], os.environ | {"JOBKIT_MIRROR": "1"}
+                subprocess.Popen(words, cwd=rank.run.path, stdin=subprocess.PIPE, env=env, start_new_session=True)
             raise ValueError("at step 3")
         time.sleep(1000 if rank.params.get("hangs") and step == 3 else 0.02)
     return {"steps": step + 1, "port": int(os.environ["MASTER_PORT"])}
@@ -290,6 +293,25 @@ def test_nothing_of_a_failed_attempt_is_left_when_the_next_may_begin(make: Make)
     assert "toy_task.py" in (end.traceback or "")
     supervisor.expect(Ready)
     assert processes.children(supervisor.agent.pid) == []
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_copier_of_curves_ends_by_itself(make: Make, leaves: bool) -> None:
+    """MLflow cannot read a folder in which a process was killed while it made a run."""
+    supervisor = make(params={"steps": 100, "fails": True, "mirrors": True})
+    supervisor.expect(Ready)
+    supervisor.start(1, 1)
+    supervisor.expect(Exited)
+    if leaves:
+        supervisor.send(Leave())
+        supervisor.agent.wait(SECONDS)
+        assert (supervisor.run.path / "whole").exists()
+        return
+    supervisor.expect(Ready)
+    (copier,) = processes.children(supervisor.agent.pid)
+    assert processes.has_variables(copier, "JOBKIT_MIRROR=1")
+    assert not (supervisor.run.path / "whole").exists()
+    wait_until((supervisor.run.path / "whole").exists, "the copier's end", SECONDS)
 
 
 def test_a_rank_that_hangs_is_silent_and_shows_its_stacks(make: Make) -> None:
