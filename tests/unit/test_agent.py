@@ -62,7 +62,8 @@ def train(rank):
         if rank.params.get("fails") and step == 3:
             subprocess.Popen(["sleep", "1000"], start_new_session=True)
             if rank.params.get("mirrors"):
-                words, env = ["sh", "-c", "cat; sleep 1; touch whole"], os.environ | {"JOBKIT_MIRROR": "1"}
+                env = os.environ | {"JOBKIT_MIRROR": "1"}
+                words = ["sh", "-c", "cat; until test -e goes; do sleep 0.1; done; touch whole"]
                 subprocess.Popen(words, cwd=rank.run.path, stdin=subprocess.PIPE, env=env, start_new_session=True)
             raise ValueError("at step 3")
         time.sleep(1000 if rank.params.get("hangs") and step == 3 else 0.02)
@@ -304,13 +305,13 @@ def test_a_copier_of_curves_ends_by_itself(make: Make, leaves: bool) -> None:
     supervisor.expect(Exited)
     if leaves:
         supervisor.send(Leave())
-        supervisor.agent.wait(SECONDS)
-        assert (supervisor.run.path / "whole").exists()
-        return
-    supervisor.expect(Ready)
-    (copier,) = processes.children(supervisor.agent.pid)
-    assert processes.has_variables(copier, "JOBKIT_MIRROR=1")
-    assert not (supervisor.run.path / "whole").exists()
+        with pytest.raises(subprocess.TimeoutExpired):
+            supervisor.agent.wait(0.5)
+    else:
+        supervisor.expect(Ready)
+        (copier,) = processes.children(supervisor.agent.pid)
+        assert processes.has_variables(copier, "JOBKIT_MIRROR=1")
+    (supervisor.run.path / "goes").touch()
     wait_until((supervisor.run.path / "whole").exists, "the copier's end", SECONDS)
 
 
