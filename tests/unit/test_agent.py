@@ -44,8 +44,9 @@ SECONDS = 30.0
 JOB = "local-test-1"
 
 TASK = """
-import os, subprocess, time
+import os, signal, subprocess, time
 from jobkit.errors import Stopped
+from jobkit.mirror import Mirror
 from jobkit.run.slots import Phase
 
 def train(rank):
@@ -62,9 +63,10 @@ def train(rank):
         if rank.params.get("fails") and step == 3:
             subprocess.Popen(["sleep", "1000"], start_new_session=True)
             if rank.params.get("mirrors"):
-                env = os.environ | {"JOBKIT_MIRROR": "1"}
-                words = ["sh", "-c", "cat; until test -e goes; do sleep 0.1; done; touch whole"]
-                subprocess.Popen(words, cwd=rank.run.path, stdin=subprocess.PIPE, env=env, start_new_session=True)
+                mirror = Mirror(rank.run, "mlflow", print)
+                mirror.look()
+                os.kill(mirror._process.pid, signal.SIGSTOP)  # as if it were busy with its service
+                (rank.run.path / "copier").write_text(str(mirror._process.pid))
             raise ValueError("at step 3")
         time.sleep(1000 if rank.params.get("hangs") and step == 3 else 0.02)
     return {"steps": step + 1, "port": int(os.environ["MASTER_PORT"])}
@@ -303,16 +305,30 @@ def test_a_copier_of_curves_ends_by_itself(make: Make, leaves: bool) -> None:
     supervisor.expect(Ready)
     supervisor.start(1, 1)
     supervisor.expect(Exited)
+    copier = processes.identify(number_in(supervisor.run.path / "copier"))
     if leaves:
         supervisor.send(Leave())
         with pytest.raises(subprocess.TimeoutExpired):
             supervisor.agent.wait(0.5)
     else:
         supervisor.expect(Ready)
-        (copier,) = processes.children(supervisor.agent.pid)
-        assert processes.has_variables(copier, "JOBKIT_MIRROR=1")
-    (supervisor.run.path / "goes").touch()
-    wait_until((supervisor.run.path / "whole").exists, "the copier's end", SECONDS)
+    assert processes.lives(copier)
+    os.kill(copier[0], signal.SIGCONT)
+    wait_until(lambda: not processes.lives(copier), "the copier's end", SECONDS)
+
+
+def test_a_copier_of_curves_outlives_its_agent(make: Make) -> None:
+    supervisor = make(params={"steps": 100, "fails": True, "mirrors": True})
+    supervisor.expect(Ready)
+    supervisor.start(1, 1)
+    supervisor.expect(Exited)
+    copier = processes.identify(number_in(supervisor.run.path / "copier"))
+    supervisor.agent.kill()
+    supervisor.agent.wait()
+    supervisor.start_agent()
+    supervisor.expect(Ready)
+    assert processes.lives(copier)
+    os.kill(copier[0], signal.SIGCONT)
 
 
 def test_a_rank_that_hangs_is_silent_and_shows_its_stacks(make: Make) -> None:
