@@ -98,6 +98,13 @@ class DistributedError(JobkitError):
     """The tasks of an attempt do not form the process group that they were started for."""
 
 
+class OutsideError(OSError):
+    """A disk, a network or a service failed a worker of a DataLoader, which gives the rank the text of an error alone.
+
+    The text has the type and the words of the error.
+    """
+
+
 class Stopped(SystemExit):
     """The rank was asked to stop and has saved. It passes through `except Exception` of the training function.
 

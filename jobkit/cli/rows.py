@@ -93,10 +93,11 @@ def read_rows(runs: Iterable[RunDir], keys: Iterable[str] = ()) -> list[Row]:
 
 
 def _waits(view: View | None) -> str | None:
-    """Return the runs that a run comes after, else Slurm's reason why its job waits."""
-    if view is not None and (others := waits_for(view.run, view.status)):
-        return others
-    return view.job.reason if view is not None and view.job is not None and view.is_pending else None
+    """Return the runs that a run comes after, else its next try, else Slurm's reason why its job waits."""
+    if view is None:
+        return None
+    reason = view.job.reason if view.job is not None and view.is_pending else None
+    return waits_for(view.run, view.status) or view.waiting or reason
 
 
 def _facts(

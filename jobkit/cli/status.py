@@ -123,7 +123,7 @@ def describe(view: View, progress: Progress | None, now: float) -> list[str]:
     for attempt, account in zip(status.attempts, spent, strict=True):
         lines += _attempt_lines(attempt, account, is_running=attempt is status.open_attempt and not view.is_over)
     if status.excluded_nodes:
-        lines.append(f"excluded nodes: {', '.join(status.excluded_nodes)} (they failed under this run)")
+        lines.append(f"excluded nodes: {', '.join(status.excluded_nodes)} (this run failed on them)")
     for slow in slow_ranks(view, progress):
         times = f"{slow['seconds']:.3g} s a step before it waits for others, the median rank {slow['median']:.3g} s"
         lines.append(f"slow: rank {slow['rank']} on {slow['node']} needs {times}")

@@ -29,8 +29,8 @@ class Journal:
     """Appends events to a run's journal.
 
     journal = Journal(run, writer=lease.writer)
-    journal.append(Excluded(node="node3", reason="killed twice"))
-    journal.status.excluded_nodes     # ["node3"]
+    journal.append(Cancelled(user="alice"))
+    journal.status.state     # "cancelled"
     """
 
     def __init__(self, run: RunDir, writer: str | None = None) -> None:

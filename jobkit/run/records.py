@@ -44,6 +44,9 @@ Cause = Literal[
 Next = Literal["in_place", "requeue", "successor", "stop", "fail"]
 """What follows an attempt: ranks again on the nodes that the job has; the job again; another job; a person; nothing."""
 
+Nature = Literal["program", "outside", "hardware"]
+"""What the type of an error says (jobkit/weather.py)."""
+
 
 def read(kind: type[R], file: Path) -> R | None:
     """Return the record in a file; None where there is none."""
@@ -119,6 +122,9 @@ class End:
     error: str | None = None
     """Type and message of the exception, in a line."""
     traceback: str | None = None
+    nature: Nature | None = None
+    signature: str | None = None
+    """Type and innermost line of the user's code, as in `KeyError at train.py:41`."""
     samples: list[int] | None = None
     """Ids of this rank's samples in that step."""
     final: bool = False
@@ -324,8 +330,25 @@ class Ended(Event):
     traceback: str | None = None
     samples: list[int] | None = None
     everywhere: bool = False
-    """True if all nodes failed with this error: no node is to blame."""
+    """True if ranks of all nodes failed with this error."""
+    alone: bool = False
+    """True if ranks of `node` alone failed with this error."""
     final: bool = False
+    nature: Nature | None = None
+    signature: str | None = None
+    """What makes two deaths alike: `KeyError at train.py:41`, `SIGSEGV of rank 3`, `hang`."""
+    evidence: str | None = None
+    """What speaks against `node`, as its device's own word."""
+    tries: int = 0
+    """Deaths since the run last made progress."""
+    next_at: float | None = None
+    """When the next attempt begins, at the earliest; None where nothing is to be waited for."""
+    gives_up_at: float | None = None
+    """When the run would be interrupted without progress until then (`retry.patience`)."""
+    gave_up: bool = False
+    """True if it was interrupted for that."""
+    avoid: dict[str, float] = field(default_factory=dict)
+    """The nodes that the run avoids from here on, each until a time."""
     first_step: int | None = None
     last_step: int | None = None
     """Steps done when it ended."""
@@ -341,15 +364,6 @@ class Ended(Event):
     loop_began: float | None = None
     last_seen: float | None = None
     """When its first step began, and when it last reported: `status` tells its start from its steps by them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Excluded(Event):
-    """The run does not use a node any more, as long as enough others are left."""
-
-    kind = "node excluded"
-    node: str
-    reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ A sentence under each field explains it; the manual is generated from these sent
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -156,9 +157,9 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RetryConfig:
-    """How many attempts in a row may end without a newer checkpoint, by their cause; then the run has failed.
+    """How often, and how long, a run is started again that makes no progress.
 
-    The count starts again with every new checkpoint, and when a person submits the run again.
+    The counts start again with every newer state, and when a person submits the run again.
     """
 
     preemption: str | int = _count_or(UNLIMITED, 0, UNLIMITED, " of attempts")
@@ -169,7 +170,18 @@ class RetryConfig:
     node_failure: str | int = _count_or(UNLIMITED, 0, 10, " of attempts")
     """A node died, or nothing could be started on it."""
     crash: str | int = _count_or(UNLIMITED, 0, 3, " of attempts")
-    """An exception, a killed rank, out of memory, a hang. It is also how often a step may fail in total."""
+    """An error of a programmer's type, as TypeError, or out of memory. 0: no death of a rank is tried again.
+    `unlimited`: nor is the same error in the same step a reason to fail."""
+    patience: str | int = _field(
+        f"{UNLIMITED}, or {FORMS}", lambda value: value == UNLIMITED or _is_duration(value), "1h"
+    )
+    """How long a run that dies without progress is tried again, with pauses of up to 5 minutes; then it is interrupted,
+    and the same command continues it. Time in the queue does not count. A shorter patience shortens the pauses too."""
+
+    @property
+    def patience_seconds(self) -> float:
+        """Infinity for `unlimited`."""
+        return math.inf if self.patience == UNLIMITED else float(parse_seconds(self.patience))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,11 @@ submitted ---> queued --attempt began--> running --attempt ended--> queued | run
 from __future__ import annotations
 
 import dataclasses
+import time
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from jobkit.run.records import Began, Cancelled, Ended, Event, Excluded, Finished, Refused, Requeued, Rewound, Submitted
+from jobkit.run.records import Began, Cancelled, Ended, Event, Finished, Refused, Requeued, Rewound, Submitted
 
 State = Literal["new", "queued", "running", "interrupted", "failed", "cancelled", "finished"]
 """interrupted: the same command continues. queued: a job is, or was when somebody last knew, in the queue."""
@@ -51,6 +52,7 @@ class Status:
     """Number of the newest submission that a person made."""
     attempts: list[Attempt] = field(default_factory=list)
     excluded_nodes: list[str] = field(default_factory=list)
+    """The nodes that the run avoids."""
     result: dict[str, Any] | None = None
     reason: str = ""
     """Why the run is in this state, for a person."""
@@ -127,11 +129,12 @@ def fold(status: Status, event: Event) -> Status:
                 replace(attempt, ended=event) if attempt.number == event.attempt else attempt
                 for attempt in status.attempts
             ]
-            return replace(status, attempts=attempts, state=_state_after(event), reason=event.reason)
+            avoided = list(event.avoid)
+            return replace(
+                status, attempts=attempts, state=_state_after(event), reason=event.reason, excluded_nodes=avoided
+            )
         case Requeued():
             return replace(status, state="queued", reason=event.reason)
-        case Excluded():
-            return replace(status, excluded_nodes=[*dict.fromkeys([*status.excluded_nodes, event.node])])
         case Cancelled():
             return replace(status, state="cancelled", reason=event.reason)
         case Rewound():
@@ -140,6 +143,18 @@ def fold(status: Status, event: Event) -> Status:
         case Finished():
             return replace(status, state="finished", result=event.result, reason="")
     return status
+
+
+def next_try(ended: Ended | None) -> str:
+    """Return when a run is tried again that makes no progress, and when it is given up; empty where it makes some."""
+    if ended is None or ended.next_at is None or ended.tries == 0:
+        return ""
+    limit = f", given up at {_clock(ended.gives_up_at)} without progress" if ended.gives_up_at is not None else ""
+    return f"try {ended.tries + 1} at {_clock(ended.next_at)}{limit}"
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(seconds))
 
 
 def _state_after(ended: Ended) -> State:

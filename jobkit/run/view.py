@@ -20,7 +20,7 @@ from jobkit.run.journal import read_status
 from jobkit.run.locks import Lock
 from jobkit.run.records import Submitted
 from jobkit.run.rundir import RunDir
-from jobkit.run.status import Status
+from jobkit.run.status import Status, next_try
 
 if TYPE_CHECKING:
     from jobkit.slurm.jobs import Job
@@ -96,9 +96,18 @@ class View:
             held = f"; to release it: scontrol release {self.job.job_id}" if self.job.held else ""
             return f"{job} waits: {explain_reason(self.job.reason or 'None')}{held}"
         attempt, submitted = self.status.open_attempt, self.status.submitted
+        if waiting := self.waiting:
+            return waiting
         words = f"attempt {attempt.number} in {job}" if attempt is not None else f"{job} is starting"
         whose = f"cluster {submitted.cluster}" if submitted is not None and submitted.cluster else "its owner"
         return words if self.answered else f"{words}, as far as the journal knows: {whose} was not heard"
+
+    @property
+    def waiting(self) -> str:
+        """The next try, its time, and the error of the last one; empty while an attempt runs."""
+        last = self.status.attempt if self.status.open_attempt is None and not self.is_over else None
+        words = next_try(last.ended) if last is not None else ""
+        return f"{words}: {last.ended.reason}" if words and last is not None and last.ended is not None else ""
 
 
 def view(run: RunDir, *, locked: bool = False) -> View:

@@ -17,7 +17,7 @@ from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE
 from jobkit.run.chain import waits_for
 from jobkit.run.journal import read_status
 from jobkit.run.rundir import RunDir
-from jobkit.run.status import Attempt, Status
+from jobkit.run.status import Attempt, Status, next_try
 from jobkit.run.tail import Tail
 from jobkit.run.view import LOST, View, view
 from jobkit.submission.signals import Signals
@@ -103,7 +103,8 @@ def describe(attempt: Attempt) -> str:
     is_said = (ended.error or "").startswith(ended.cause)  # `stopped by root`
     cause = f"{ended.cause}: {ended.error}" if ended.error and not is_said else ended.error or ended.cause
     follows = {"in_place": "starting again", "requeue": "requeued", "successor": "another job follows"}
-    return f"attempt {attempt.number} ended ({cause}); {follows.get(ended.next, ended.next)}"
+    then = next_try(ended) or follows.get(ended.next, ended.next)
+    return f"attempt {attempt.number} ended ({cause}); {then}"
 
 
 def follow_local(run: RunDir, process: subprocess.Popen[bytes], signals: Signals) -> int:

@@ -20,7 +20,6 @@ from jobkit.run.journal import Journal
 from jobkit.run.records import Began, Cancelled, Refused, Requeued
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Attempt, Status
-from jobkit.supervisor import retry
 from jobkit.supervisor.closing import REQUESTS, end_attempt, facts_of_lost, facts_of_rescue, request_of
 from jobkit.supervisor.diagnosis import Facts
 from jobkit.supervisor.retry import Decision, Room
@@ -110,13 +109,12 @@ def _how(me: Me, last: Attempt | None, status: Status) -> Literal["start", "in p
 
 
 def pause(tenure: Tenure) -> float:
-    """Return the seconds until the next attempt may begin: a fault that comes again and again may pass with time."""
-    status = tenure.journal.status
-    last = status.attempt
-    if last is None or last.ended is None or not tenure.me.began(last):
+    """Return the seconds until the next attempt may begin; a clock that was set back makes them no more."""
+    last = tenure.journal.status.attempt
+    ended = last.ended if last is not None and tenure.me.began(last) else None
+    if ended is None or ended.next_at is None:
         return 0.0
-    seconds = retry.pause(status.attempts_of_submission(), command=bool(tenure.config.command))
-    return min(seconds, last.ended.time + seconds - time.time())
+    return min(ended.next_at - ended.time, ended.next_at - time.time())
 
 
 def close(tenure: Tenure, facts: Facts, room: Room) -> Decision:

@@ -1,6 +1,6 @@
 """The end of an attempt: facts and traces become a cause, the cause a decision, both become events of the journal.
 
-    Facts + ends/<attempt>/ --diagnose--> Verdict --decide--> Decision --> Ended, Excluded, Finished | Cancelled | ...
+    Facts + ends/<attempt>/ --diagnose--> Verdict --decide--> Decision --> Ended, Finished | Cancelled | ...
 
 attempt.py calls `end_attempt` with the begin lock and the lease held: for a supervisor, for the next begin of an
 attempt that nobody closed, and for an agent that rescues.
@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from jobkit.errors import SchedulerError
 from jobkit.log import log
 from jobkit.run.disk import is_full, write_probe
-from jobkit.run.records import Cancelled, Cause, Ended, Excluded, Finished, Lease, Request, Requeued
+from jobkit.run.records import Cancelled, Cause, Ended, Finished, Lease, Request, Requeued
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Attempt, fold
 from jobkit.supervisor.diagnosis import Facts, LostNode, Traces, Verdict, diagnose, last_words
@@ -73,13 +73,21 @@ def end_attempt(tenure: Tenure, facts: Facts, room: Room) -> Decision:
     )
     is_newest = attempt.submission == status.person_submission
     if is_newest:
-        attempts, excluded = fold(status, ended).attempts_of_submission(), status.excluded_nodes
-        decision = decide(attempts, tenure.config.retry, room, command=is_command, excluded=excluded)
+        decision = decide(fold(status, ended).attempts, tenure.config.retry, room, command=is_command)
     else:
         decision = Decision(action="successor", reason="the run was submitted again")
-    journal.note(replace(ended, next=decision.action, reason=decision.reason))
-    for node, why in decision.exclude.items():
-        journal.note(Excluded(node=node, reason=why))
+    is_tried = decision.action in ("in_place", "requeue", "successor")
+    ended = replace(
+        ended,
+        next=decision.action,
+        reason=decision.reason,
+        tries=decision.tries,
+        next_at=ended.time + decision.pause if is_tried and decision.pause else None,
+        gives_up_at=ended.time + decision.patience if is_tried and decision.patience is not None else None,
+        gave_up=decision.gave_up,
+        avoid=dict(decision.avoid),
+    )
+    journal.note(ended)
     if verdict.cause == "finished":
         result = next((end.result for end in traces.ends if end.rank == 0), None)
         journal.note(Finished(result=result, step=ended.last_step))

@@ -12,16 +12,23 @@ import os
 import re
 import signal
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jobkit.errors import EXIT_RESUMABLE
-from jobkit.run.records import Began, Cause, End
+from jobkit.run.records import Began, Cause, End, Nature
 from jobkit.supervisor.protocol import Exited, Silent
 
 if TYPE_CHECKING:
     from jobkit.slurm.jobs import StopCause
+
+NOT_FOUND = (126, 127)
+"""Exit codes of a shell whose command cannot be executed, or is not there."""
+
+BY_NODE = frozenset([signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGKILL])
+"""Signals that speak against a node whose rank dies first of them. SIGABRT does not: a watchdog of collectives sends it
+to all ranks."""
 
 SAID_CHARACTERS = 2000
 """How much of the end of a rank's stderr stands in the journal, at most."""
@@ -96,7 +103,11 @@ class Verdict:
     traceback: str | None = None
     samples: list[int] | None = None
     everywhere: bool = False
+    alone: bool = False
     final: bool = False
+    nature: Nature | None = None
+    signature: str | None = None
+    evidence: str | None = None
 
 
 def diagnose(facts: Facts, traces: Traces, began: Began, *, command: bool = False) -> Verdict:
@@ -111,18 +122,22 @@ def diagnose(facts: Facts, traces: Traces, began: Began, *, command: bool = Fals
         cause_of_hang = _first(failed.values(), failed, facts) if cause == "hang" else None
         if cause_of_hang is None and cause == "hang" and facts.silent is not None:
             hung, node = facts.silent
-            return Verdict(cause=cause, error=words, rank=hung.rank, node=node, step=hung.step)
+            return Verdict(
+                cause=cause, error=words, rank=hung.rank, node=node, step=hung.step, signature="hang", alone=True
+            )
         if cause_of_hang is None:
             return Verdict(cause=cause, error=words or None)
         return _failed(cause_of_hang, failed, began, traces)  # it had failed, and did not end
     deaths = [number for number, (exited, _) in enumerate(facts.exits) if is_failure(exited, traces.ends)]
     if facts.lost_nodes and (not deaths or facts.lost_nodes[0].at <= deaths[0]):
         lost = facts.lost_nodes[0]
-        return Verdict(cause="node_failure", node=lost.node, error=f"node {lost.node}: {lost.why}")
+        error = f"node {lost.node}: {lost.why}"
+        return Verdict(cause="node_failure", node=lost.node, error=error, evidence=lost.why)
     if facts.word is not None:  # the ranks died of Slurm's signals
         return Verdict(cause=facts.word, error="the batch script was killed" if facts.word == "killed" else None)
     if deaths:
-        return _death(*facts.exits[deaths[0]], facts=facts, failed=failed, began=began, traces=traces)
+        verdict = _death(*facts.exits[deaths[0]], facts=facts, failed=failed, began=began, traces=traces)
+        return replace(verdict, final=verdict.final or (command and facts.exits[deaths[0]][0].code in NOT_FOUND))
     if facts.launch_error:
         is_final = facts.launch_is_final
         return Verdict(cause="crashed" if is_final else "node_failure", error=facts.launch_error, final=is_final)
@@ -161,7 +176,7 @@ def _death(
 ) -> Verdict:
     """Return the verdict about the first rank that failed: by an End that lay there already, else by its exit."""
     if exited.code == -signal.SIGKILL and exited.rank not in failed:  # no consequence of another rank's error
-        return _killed(exited, node, traces)
+        return _killed(exited, node, facts, traces)
     reported: Collection[int] = facts.reported or ()
     if facts.reported is None and exited.code > 0:
         reported = failed
@@ -171,11 +186,26 @@ def _death(
     if facts.signalled and exited.code in OF_A_STOP:
         return Verdict(cause="unknown", error=_STOPPED)
     if exited.code < 0:
-        return _killed(exited, node, traces)
+        return _killed(exited, node, facts, traces)
     words = traces.said(exited.rank)
     where = " in the middle of a step" if exited.code == 0 else ""
-    error = f"rank {exited.rank} ended with exit code {exited.code}{where}{f': {words}' if words else ''}"
-    return Verdict(cause="disk" if traces.disk_is_full() else "crashed", error=error, rank=exited.rank, node=node)
+    return Verdict(
+        cause="disk" if traces.disk_is_full() else "crashed",
+        error=f"rank {exited.rank} ended with exit code {exited.code}{where}{f': {words}' if words else ''}",
+        signature=f"exit code {exited.code} of rank {exited.rank}",
+        **_place(exited, node, facts),
+    )
+
+
+def _place(exited: Exited, node: str, facts: Facts) -> dict[str, Any]:
+    """Return where a rank died that left no End, and whether ranks of its node alone died so."""
+    elsewhere = [other for other, where in facts.exits if where != node and other.code == exited.code]
+    return {
+        "rank": exited.rank,
+        "node": node,
+        "step": exited.step if exited.step >= 0 else None,
+        "alone": exited.code == -signal.SIGKILL or not elsewhere,  # we kill the other ranks ourselves
+    }
 
 
 def _first(ends: Iterable[End], failed: Mapping[int, End], facts: Facts) -> End | None:
@@ -191,16 +221,18 @@ def _first(ends: Iterable[End], failed: Mapping[int, End], facts: Facts) -> End 
     return min(pool.values(), key=rank_of_cause, default=None)
 
 
-def _killed(exited: Exited, node: str, traces: Traces) -> Verdict:
-    where = f"rank {exited.rank} on {node}"
+def _killed(exited: Exited, node: str, facts: Facts, traces: Traces) -> Verdict:
+    where, number = f"rank {exited.rank} on {node}", signal.Signals(-exited.code)
+    place = _place(exited, node, facts)
+    signature = f"{number.name} of rank {exited.rank}" if number != signal.SIGABRT else None
     peak = f"peak of a rank: {_gib(traces.peak_bytes)}" if traces.peak_bytes else ""
     if exited.out_of_memory:
         error = f"{where} was killed for lack of memory on the host{f'; {peak}' if peak else ''}"
-        return Verdict(cause="out_of_memory", error=error, rank=exited.rank, node=node)
-    is_sigkill = exited.code == -signal.SIGKILL
-    how = "SIGKILL" if is_sigkill else f"signal {-exited.code}"
-    hint = f" (out of memory?{f' {peak}' if peak else ''})" if is_sigkill else ""
-    return Verdict(cause="killed", error=f"{where} was killed by {how}{hint}", rank=exited.rank, node=node)
+        return Verdict(cause="out_of_memory", error=error, nature="program", signature=signature, **place)
+    hint = f" (out of memory?{f' {peak}' if peak else ''})" if number == signal.SIGKILL else ""
+    evidence = f"rank {exited.rank} died of {number.name}" if number in BY_NODE and place["alone"] else None
+    error = f"{where} was killed by {number.name}{hint}"
+    return Verdict(cause="killed", error=error, signature=signature, evidence=evidence, **place)
 
 
 def _failed(end: End, failed: Mapping[int, End], began: Began, traces: Traces) -> Verdict:
@@ -209,24 +241,29 @@ def _failed(end: End, failed: Mapping[int, End], began: Began, traces: Traces) -
     peak = end.peak_bytes or traces.peak_bytes
     memory = f" (peak of the {end.out_of_memory}'s memory: {_gib(peak)})" if end.out_of_memory and peak else ""
     returned = [other.rank for other in traces.ends if other.kind == "finished" and other.time < end.time]
-    alone = f"; rank {min(returned)} had returned before" if returned else ""  # as with fewer batches than the others
+    before = f"; rank {min(returned)} had returned before" if returned else ""  # as with fewer batches than the others
+    alike = [other for other in failed.values() if other.signature == end.signature and _is_own(other, end)]
+    nodes = {other.node for other in alike}
     return Verdict(
         cause=cause,
-        error=f"rank {end.rank}: {end.error}{memory}{alone}",
+        error=f"rank {end.rank}: {end.error}{memory}{before}",
         rank=end.rank,
         node=end.node,
         step=end.step,
         traceback=end.traceback,
         samples=end.samples,
-        everywhere=_is_everywhere([other for other in failed.values() if other.error == end.error], began),
+        everywhere=len(alike) >= began.ranks or nodes.issuperset(began.nodes),
+        alone=len(nodes) == 1,
         final=end.final and cause == "crashed",
+        nature="program" if cause == "out_of_memory" else end.nature,
+        signature=end.signature,
+        evidence="its device failed" if end.nature == "hardware" else None,
     )
 
 
-def _is_everywhere(alike: Sequence[End], began: Began) -> bool:
-    """Return whether ends with one error are of all ranks, or of ranks on each of several nodes."""
-    nodes = {end.node for end in alike}
-    return len(alike) >= began.ranks or (len(began.nodes) > 1 and nodes.issuperset(began.nodes))
+def _is_own(other: End, end: End) -> bool:
+    """Return whether an error is a rank's own, and not the connection that `end` has closed, in the same line."""
+    return other.error == end.error or end.rank not in other.seen
 
 
 def _gib(size: int | None) -> str:

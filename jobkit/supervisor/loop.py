@@ -123,6 +123,8 @@ class Supervisor:
                 while running.alive:  # they save in the KillWait that Slurm leaves them; it ends this process too
                     self._turn()
                 return code
+            if decision.rotate:
+                self.starter.rotate()
             self.running, self._started_at = None, math.inf
             running = self._next()
 

@@ -1,17 +1,26 @@
 """The decision after an attempt: a pure function of the attempts so far, the YAML's limits, and the job's nodes.
 
-    attempts + RetryConfig + Room (nodes, time left) --decide()--> Decision(action, reason, exclude)
+    attempts + RetryConfig + Room (nodes, time left) --decide()--> Decision(action, reason, pause, avoid, rotate)
 
-`attempt.close` calls it and journals the decision; the supervisor carries it out. It prefers, in this order: the same
-nodes, a spare, fewer nodes (`min_nodes`), the queue, a new job.
+`closing.end_attempt` calls it and journals the decision; the supervisor carries it out. Four notions decide:
+
+    program    a type of error that only a programmer mends: `retry.crash` tries                  then failed
+    proof      the same death in the same step of two attempts that had done steps before it      then failed
+    patience   everything else is tried for `retry.patience`, with growing pauses                 then interrupted
+    evidence   what speaks against a node: twice, and the run avoids that node                    goes on
+
+It prefers, in this order: the same nodes, a spare, fewer nodes (`min_nodes`), the queue, a new job.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
+from jobkit.duration import format_seconds
 from jobkit.run.records import Cause, Ended, Next
 from jobkit.run.schema import UNLIMITED, RetryConfig
 from jobkit.run.status import Attempt
@@ -26,22 +35,39 @@ BUDGETS: Mapping[Cause, str] = {
     "out_of_memory": "crash",
     "hang": "crash",
 }
-"""The budget of `retry:` for each cause; any other cause ends the job, and a person decides."""
+"""The key of `retry:` for each cause; any other cause ends the job, and a person decides."""
 
-STAYS: frozenset[Cause] = frozenset({"node_failure", "crashed", "killed", "out_of_memory", "hang", "unknown"})
+DEATHS: frozenset[Cause] = frozenset({"node_failure", "crashed", "killed", "out_of_memory", "hang"})
+
+STAYS = DEATHS | {"unknown"}
 """Causes after which the job may still have its nodes."""
 
-LOOKS_LIKE_NODE: frozenset[Cause] = frozenset({"node_failure", "killed", "out_of_memory", "hang"})
-"""Deaths for which a node may be to blame; an exception is the program's, as long as few nodes take part."""
+PAUSES = (0.0, 2.0, 5.0, 15.0, 30.0, 60.0, 120.0, 300.0)
+"""Seconds before the next attempt, by the number of tries since progress, for a patience of PATIENCE_SECONDS or more.
+A shorter patience shortens them in proportion."""
 
-MANY_NODES = 8
-"""An exception counts against its node in attempts of this many nodes: on two nodes every other one is on the same."""
+PATIENCE_SECONDS = 3600.0
 
-SECONDS_BETWEEN_DEATHS = 3600.0
-"""Deaths on a node count together if the first was this long ago at most."""
+SPREAD = 0.2
+"""The most by which a pause is longer, from a hash of the run: a thousand runs do not meet one server at once."""
 
-PAUSES = (0.0, 2.0, 5.0, 15.0, 30.0, 60.0)
-"""Seconds before a restart in place, by the number of attempts in a row without progress: time may mend the fault."""
+AT_START_SECONDS = 5.0
+"""The pause before the one more try of a run that fails on every node and has never done a step."""
+
+COMMAND_PAUSES = (0.0, 2.0, 60.0)
+"""The pauses of a `command:` that reports no steps: it has `retry.crash` tries, and nobody knows how far it came."""
+
+LIFE_SECONDS = 300.0
+"""How much of an attempt's training counts as waiting: an attempt that trained for days has not waited that long."""
+
+FEWEST_TRIES = 4
+"""Patience ends after so many tries at least: the start of a large model may take a quarter of an hour."""
+
+KEEP_SECONDS = 600.0
+"""A job that has paused for so long since progress gives its nodes back for the next pause."""
+
+AVOID_SECONDS, DEATHS_SECONDS = 24 * 3600.0, 3600.0
+"""A node is avoided for so long; three deaths on it within so long count, whatever the progress between them."""
 
 _ADVICE: Mapping[Cause, str] = {
     "timeout": "raise resources.time",
@@ -71,49 +97,61 @@ class Decision:
 
     action: Next
     reason: str
-    exclude: Mapping[str, str] = field(default_factory=dict)
-    """Nodes to give up, beside those excluded before: name -> why."""
+    pause: float = 0.0
+    """Seconds until the next attempt may begin."""
+    rotate: bool = False
+    """True where the next attempt gives each node the ranks of its neighbour: a sick node keeps its deaths then."""
+    tries: int = 0
+    """Deaths since progress."""
+    patience: float | None = None
+    """Seconds of waiting that are left, before the run is interrupted; None where patience does not count."""
+    gave_up: bool = False
+    """True where patience ended. Until the run makes progress, each further submission has one try."""
+    avoid: Mapping[str, float] = field(default_factory=dict)
+    """The nodes that the run avoids from here on, each until a time in seconds since the epoch."""
 
 
-def decide(
-    attempts: Sequence[Attempt],
-    retry: RetryConfig,
-    room: Room,
-    *,
-    command: bool = False,
-    excluded: Collection[str] = (),
-) -> Decision:
-    """Return what follows the last attempt, which has ended. `attempts` are those of one submission of a person's.
+def decide(attempts: Sequence[Attempt], retry: RetryConfig, room: Room, *, command: bool = False) -> Decision:
+    """Return what follows the last of a run's attempts, which has ended.
 
-    `command` is True for a YAML's `command:`, which reports no steps unless it calls jobkit.init.
+    Counts and clock begin with a submission of a person's. `command` is True for a YAML's `command:`, which reports no
+    steps unless it calls jobkit.init.
     """
-    last = _ended(attempts[-1])
+    last, tries = _ended(attempts[-1]), Tries(attempts, command)
+    what = f"{last.cause}: {last.error}" if last.error else last.cause
+    known = _known(attempts)
     if last.cause not in BUDGETS:
-        return Decision(action="stop", reason=_what_happened(last))
-    progress = _progress(attempts, command)
-    fruitless = _fruitless(progress)
-    if words := _reason_to_fail(attempts, fruitless, retry, excluded):
-        return Decision(action="fail", reason=words)
-    bad = _bad_node(attempts, progress, room, frozenset(excluded))
+        return Decision(action="stop", reason=what, avoid=known)
+    if words := _reason_to_fail(tries, retry):
+        advice = f": {_ADVICE[last.cause]}" if last.cause in _ADVICE else ""
+        return Decision(action="fail", reason=f"{what}; {words}{advice}", avoid=known)
+    avoid = _avoided(tries, room)
     stays = last.cause in STAYS or room.requeue == "none"
-    avoided = frozenset([*excluded, *bad])
-    in_place = stays and room.in_place(avoided)
-    if avoided and not in_place:
+    if words := _reason_to_give_up(tries, retry):
+        only = tries.only_node
+        if only is None or room.requeue == "none" or not room.elsewhere(frozenset([only])):
+            return Decision(action="stop", reason=f"{words}: {what}", gave_up=True, avoid=known)
+        avoid, stays = {**avoid, only: last.time + AVOID_SECONDS}, False
+        what = f"{words}, one more try on another node: {what}"
+    new = [node for node in avoid if node not in known]
+    in_place = stays and room.in_place(frozenset(avoid))
+    if avoid and not in_place:
         goes_back = stays and room.in_place(frozenset())  # to a node that is to be avoided
         # Slurm is not asked where its answer changes nothing: it may take longer than the job has left.
-        if (bad or goes_back) and not room.elsewhere(avoided):
-            bad, in_place = {}, goes_back
-    what = "; ".join([_what_happened(last), *(f"{node} is given up: {why}" for node, why in bad.items())])
-    if in_place:
-        return Decision(action="in_place", reason=what, exclude=bad)
-    if room.requeue == "none":
-        return Decision(action="stop", reason=what, exclude=bad)
-    return Decision(action=room.requeue, reason=what, exclude=bad)
-
-
-def pause(attempts: Sequence[Attempt], *, command: bool = False) -> float:
-    """Return how many seconds after the end of the last attempt the next one begins in place."""
-    return PAUSES[min(max(_fruitless(_progress(attempts, command)) - 1, 0), len(PAUSES) - 1)]
+        if (new or goes_back) and not room.elsewhere(frozenset(avoid)):
+            avoid, in_place, new = {node: avoid[node] for node in avoid if node in known}, goes_back, []
+    is_death = last.cause in DEATHS
+    seconds = _pause(tries, retry)
+    gives_back = room.requeue != "none" and tries.paused + seconds > KEEP_SECONDS * _scale(retry) and _is_durable(last)
+    return Decision(
+        action="in_place" if in_place and not gives_back else "stop" if room.requeue == "none" else room.requeue,
+        reason=f"{what}; from now on without {', '.join(new)}" if new else what,
+        pause=seconds if in_place else 0.0,
+        rotate=in_place and not new and _is_of_one_node(attempts[-1]),
+        tries=len(tries.deaths),
+        patience=max(0.0, retry.patience_seconds - tries.waited) if is_death and retry.patience != UNLIMITED else None,
+        avoid=avoid,
+    )
 
 
 def _ended(attempt: Attempt) -> Ended:
@@ -121,128 +159,247 @@ def _ended(attempt: Attempt) -> Ended:
     return attempt.ended
 
 
-def _what_happened(last: Ended) -> str:
-    return f"{last.cause}: {last.error}" if last.error else last.cause
+def _pause(tries: Tries, retry: RetryConfig) -> float:
+    if not tries.has_trained and _fails_at_start(_ended(tries.last)):
+        seconds = AT_START_SECONDS
+    else:
+        pauses = COMMAND_PAUSES if tries.is_silent else PAUSES
+        seconds = pauses[min(max(len(tries.deaths) - 1, 0), len(pauses) - 1)]
+    spread = zlib.crc32(tries.last.began.token.encode()) / 2**32
+    return seconds * _scale(retry) * (1 + SPREAD * spread)
 
 
-# Progress
+def _scale(retry: RetryConfig) -> float:
+    return min(1.0, retry.patience_seconds / PATIENCE_SECONDS)
 
 
-def _progress(attempts: Sequence[Attempt], command: bool) -> list[bool]:
-    """Return for each attempt whether it left a newer state than all before it: a checkpoint, or a snapshot in memory.
+def _is_durable(last: Ended) -> bool:
+    return max(last.first_step or 0, last.snapshot_step or 0) <= (last.durable_step or 0)
 
-    A snapshot shows in the step where the next attempt begins; of the last attempt, in its own report. It counts only
-    if its attempt came further than all before: one step after the other, up to the step that fails, is no progress.
+
+# Tries: the attempts since progress, and the clock
+
+
+class Tries:
+    """The attempts of a submission, and those of them that count.
+
+    Progress is a newer state than all before: a checkpoint, or a snapshot in memory. A snapshot shows in the step where
+    the next attempt begins; of the last attempt, in its own report. An attempt that died has made progress only if it
+    came further than all before, and trained for as long as its start and the pause before it took.
     """
-    ends = [_ended(attempt) for attempt in attempts]
-    if command and all(ended.first_step is None for ended in ends):
-        # Nobody knows how far it came. It was running, at least, until the scheduler ended it.
-        return [ended.cause in ("preempted", "timeout") for ended in ends]
+
+    def __init__(self, attempts: Sequence[Attempt], command: bool) -> None:
+        self.all, self.last = attempts, attempts[-1]
+        self.ours = [attempt for attempt in attempts if attempt.submission == self.last.submission]
+        self.is_silent = command and all(_ended(attempt).first_step is None for attempt in self.ours)
+        """True for a `command:` that reports no steps."""
+        # Nobody knows how far a silent program came. It was running, at least, until the scheduler ended it.
+        stops = [_ended(attempt).cause in ("preempted", "timeout") for attempt in self.ours]
+        made = stops if self.is_silent else _progress(self.ours)
+        first = max((number for number, is_progress in enumerate(made, start=1) if is_progress), default=0)
+        self.fruitless = self.ours[first:]
+        """Those since the last one that made progress."""
+        self.deaths = [attempt for attempt in self.ours[max(0, first - 1) :] if _ended(attempt).cause in STAYS]
+        """The same that nobody asked for; first the death of the attempt that made progress, if it died."""
+
+    @cached_property
+    def has_trained(self) -> bool:
+        """Whether the run had a step by then, its own or a checkpoint's: a death may come before a report."""
+        ends = map(_ended, self.ours)
+        return any((step or 0) > 0 for ended in ends for step in (ended.last_step, ended.first_step, ended.step))
+
+    @cached_property
+    def _after(self) -> list[tuple[Attempt, Attempt]]:
+        """The attempts after the first of the deaths, each with the one before it."""
+        pairs = zip(self.ours, self.ours[1:], strict=False)
+        return [pair for pair in pairs if self.deaths and pair[1].number > self.deaths[0].number]
+
+    @cached_property
+    def waited(self) -> float:
+        """Seconds of waiting for better weather since the first of the deaths; the queue is none, nor is training."""
+        return self.paused + sum(_start(one) + min(_trained(one), LIFE_SECONDS) for _, one in self._after)
+
+    @cached_property
+    def paused(self) -> float:
+        return sum(_pause_before(one, before) for before, one in self._after)
+
+    @cached_property
+    def only_node(self) -> str | None:
+        """The node on which all deaths were, in a job of one node; None where the ranks were elsewhere too."""
+        used = {node for attempt in self.deaths for node in attempt.nodes}
+        return used.pop() if len(used) == 1 else None
+
+
+def _progress(attempts: Sequence[Attempt]) -> list[bool]:
     made, best, furthest = [], 0, 0
-    for number, ended in enumerate(ends):
+    for number, attempt in enumerate(attempts):
+        ended = _ended(attempt)
         first, durable, last = ended.first_step, ended.durable_step or 0, ended.last_step or 0
-        following = ends[number + 1].first_step if number + 1 < len(ends) else None
+        following = _ended(attempts[number + 1]).first_step if number + 1 < len(attempts) else None
         best = max(best, first or 0)
         # An attempt that never came to its loop found the checkpoints that are there, and made none.
         newer = first is not None and durable > best
         if last > furthest:
             newer |= (following if following is not None else ended.snapshot_step or 0) > best
+        if ended.cause in DEATHS:
+            pause = _pause_before(attempt, attempts[number - 1]) if number else 0.0
+            newer &= last > furthest and _trained(attempt) >= _start(attempt) + pause
         made.append(newer)
         best, furthest = max(best, durable), max(furthest, last)
     return made
 
 
-def _fruitless(progress: Sequence[bool]) -> int:
-    """Return the number of attempts since the last one that made progress."""
-    return len(progress) - max((number for number, made in enumerate(progress, start=1) if made), default=0)
+def _start(attempt: Attempt) -> float:
+    """Return the seconds until an attempt's first step; all of them where it came to none."""
+    ended = _ended(attempt)
+    return max(0.0, (ended.loop_began or ended.time) - attempt.began.time)
 
 
-# When to fail
+def _trained(attempt: Attempt) -> float:
+    ended = _ended(attempt)
+    return max(0.0, ended.time - (ended.loop_began or ended.time))
 
 
-def _reason_to_fail(
-    attempts: Sequence[Attempt], fruitless: int, retry: RetryConfig, excluded: Collection[str]
-) -> str | None:
-    """Return why another attempt would end like the last ones; None if it may not.
+def _pause_before(attempt: Attempt, before: Attempt) -> float:
+    """Return the seconds between two attempts; of those in the queue the pause that was meant."""
+    ended = _ended(before)
+    most = None if attempt.began.how == "in place" else (ended.next_at or ended.time) - ended.time
+    seconds = max(0.0, attempt.began.time - ended.time)
+    return seconds if most is None else min(seconds, most)
 
-    `fruitless` is the number of attempts since the last progress, `excluded` are the nodes excluded before.
-    """
-    last = _ended(attempts[-1])
-    what = _what_happened(last)
+
+# When a person must act
+
+
+def _reason_to_fail(tries: Tries, retry: RetryConfig) -> str | None:
+    """Return why the last attempt's end would come again; None if time or another node may mend it."""
+    last, ours = _ended(tries.last), list(map(_ended, tries.ours))
+    kind = BUDGETS[last.cause]
+    budget = getattr(retry, kind)
     if last.final:
-        return f"{what}; it would fail again: not retried"
-    if last.everywhere and not any(_has_trained(_ended(attempt)) for attempt in attempts):
-        return f"{what}; on every node, before the first step: not retried"
-    advice = f": {_ADVICE[last.cause]}" if last.cause in _ADVICE else ""
-    kinds = [_kind(attempt, attempts, excluded) for attempt in attempts]
-    kind = str(kinds[-1])
-    if getattr(retry, kind) == 0:
-        return f"{what}; never to be restarted (retry.{kind}: 0){advice}"
-    # Node failures are always counted: an exception counts as one only once its node is excluded.
-    for name in dict.fromkeys((kind, "node_failure")):
-        budget, count = getattr(retry, name), kinds[len(kinds) - fruitless :].count(name)
-        if budget != UNLIMITED and 0 < count >= budget:
-            return f"{what}; {count} attempt(s) without progress (retry.{name}: {budget}){advice}"
-    if kind == "crash" and retry.crash != UNLIMITED and last.step is not None:
-        same = sum(
-            of == "crash" and _ended(attempt).step == last.step for attempt, of in zip(attempts, kinds, strict=True)
-        )
-        if same >= int(retry.crash):
-            return f"{what}; step {last.step} failed {same} times (retry.crash: {retry.crash}){advice}"
+        return "it would fail again: not retried"
+    if budget == 0:
+        return f"never to be restarted (retry.{kind}: 0)"
+    if not tries.has_trained:
+        if _fails_at_start(last) and sum(map(_fails_at_start, ours)) > 1:
+            return "on every node, before the first step, twice: not retried"
+        if last.nature != "outside" and any(_follows_rank(ended, last) for ended in ours):
+            return f"before the first step, by rank {last.rank} on another node too: not retried"
+    if budget == UNLIMITED or kind == "node_failure":
+        return None
+    alike = [ended for ended in map(_ended, tries.fruitless) if BUDGETS[ended.cause] == kind]
+    if kind == "crash" and not tries.is_silent:
+        if (before := _proof(tries)) is not None:
+            again = f"{last.signature} in step {last.step}, as in attempt {before.number}"
+            return f"restarts are exact, and this was {again}: not retried"
+        alike = [ended for ended in alike if ended.nature == "program"] if last.nature == "program" else []
+    if len(alike) >= budget:
+        return f"{len(alike)} attempt(s) without progress (retry.{kind}: {budget})"
     return None
 
 
-def _has_trained(ended: Ended) -> bool:
-    """Return whether the run had a step by then, its own or a checkpoint's: a death may come before a report."""
-    return any(step is not None and step > 0 for step in (ended.last_step, ended.first_step, ended.step))
+def _fails_at_start(ended: Ended) -> bool:
+    """Return whether an end is an error of all nodes that time or another node will hardly mend."""
+    return ended.everywhere and ended.cause != "node_failure" and ended.nature not in ("outside", "hardware")
 
 
-def _kind(attempt: Attempt, attempts: Sequence[Attempt], excluded: Collection[str]) -> str | None:
-    """Return the budget that an attempt's end counts for.
+def _proof(tries: Tries) -> Attempt | None:
+    """Return an attempt that died as the last one did: so will the next one.
 
-    A crash on a node of many that was excluded since is that node's failure: several broken GPUs of a large job are not
-    the run's fault. But an error that follows its rank to another node is, and memory that is too small.
+    An attempt that dies at once after its restore proves nothing: an outage goes on where the steps go on.
     """
-    ended = _ended(attempt)
-    kind = BUDGETS.get(ended.cause)
-    if kind != "crash" or ended.rank is None or ended.node not in excluded or len(attempt.nodes) < MANY_NODES:
-        return kind
-    if ended.everywhere or ended.cause == "out_of_memory":
-        return kind
-    others = [_ended(other) for other in attempts if BUDGETS.get(_ended(other).cause) == "crash"]
-    follows_rank = any(other.rank == ended.rank and other.node != ended.node for other in others)
-    return kind if follows_rank else "node_failure"
+    last = _ended(tries.last)
+
+    def is_alike(attempt: Attempt) -> bool:
+        ended = _ended(attempt)
+        has_done_steps = ended.step is not None and ended.first_step is not None and ended.step > ended.first_step
+        return has_done_steps and (ended.signature, ended.step) == (last.signature, last.step)
+
+    if last.signature is None or last.nature in ("outside", "hardware") or not is_alike(tries.last):
+        return None
+    before = [attempt for attempt in tries.ours[:-1] if is_alike(attempt) and not _stayed(attempt, tries.last)]
+    return before[-1] if before else None
+
+
+# Patience
+
+
+def _reason_to_give_up(tries: Tries, retry: RetryConfig) -> str | None:
+    """Return why a person shall look before the next attempt; None while time may mend it."""
+    last, earlier = _ended(tries.last), tries.all[: len(tries.all) - len(tries.ours)]
+    if last.cause not in DEATHS:
+        return None
+    if earlier and _ended(earlier[-1]).gave_up and len(tries.fruitless) == len(tries.ours):
+        return "gave up again, without progress since patience ended"
+    if tries.waited < retry.patience_seconds or len(tries.deaths) < FEWEST_TRIES:
+        return None
+    failures = sum(_ended(attempt).cause == "node_failure" for attempt in tries.fruitless)
+    if last.cause == "node_failure" and (retry.node_failure == UNLIMITED or failures < int(retry.node_failure)):
+        return None
+    return f"gave up after {format_seconds(tries.waited)} ({len(tries.deaths)} tries)"
 
 
 # Nodes
 
 
-def _bad_node(
-    attempts: Sequence[Attempt], progress: Sequence[bool], room: Room, excluded: frozenset[str]
-) -> dict[str, str]:
-    """Return the node to give up after the last attempt, with the reason; nothing if it may stay."""
-    last = _ended(attempts[-1])
-    node = str(last.node)
-    if node not in attempts[-1].nodes or node in excluded or not _blames_node(attempts[-1]):
-        return {}  # on this machine an attempt has no nodes
-    if last.cause in LOOKS_LIKE_NODE and room.spares and room.in_place(excluded | {node}):
-        return {node: "a spare takes its place"}
-    deaths = [
-        number
-        for number, attempt in enumerate(attempts)
-        if _blames_node(attempt)
-        and _ended(attempt).node == node
-        and last.time - _ended(attempt).time <= SECONDS_BETWEEN_DEATHS
-    ]
-    if len(deaths) >= 3:
-        return {node: f"{len(deaths)} deaths within an hour"}
-    if len(deaths) == 2 and not any(progress[deaths[0] + 1 :]):
-        return {node: "2 deaths without progress in between"}
-    return {}
+def _avoided(tries: Tries, room: Room) -> dict[str, float]:
+    """Return the nodes to avoid: those from before, and the last one if enough speaks against it."""
+    last, attempts = _ended(tries.last), tries.all
+    avoid = _known(attempts)
+    if len(avoid) >= max(2, len(tries.last.nodes) // 10) or not _speaks_against_node(attempts, tries.last):
+        return avoid
+    against = [one for one in attempts if _ended(one).node == last.node and _speaks_against_node(attempts, one)]
+    fruitless = [one for one in against if one in tries.deaths]
+    recent = [one for one in against if last.time - _ended(one).time <= DEATHS_SECONDS]
+    has_spare = last.evidence and room.spares and room.in_place(frozenset([*avoid, str(last.node)]))
+    if len(fruitless) >= 2 or len(recent) >= 3 or has_spare:
+        avoid[str(last.node)] = last.time + AVOID_SECONDS
+    return avoid
 
 
-def _blames_node(attempt: Attempt) -> bool:
+def _known(attempts: Sequence[Attempt]) -> dict[str, float]:
+    """Return the nodes that are avoided from before, as long as that holds."""
+    now = _ended(attempts[-1]).time
+    known = _ended(attempts[-2]).avoid if len(attempts) > 1 else {}
+    return {node: until for node, until in known.items() if until > now and not _is_cleared(node, attempts)}
+
+
+def _is_cleared(node: str, attempts: Sequence[Attempt]) -> bool:
+    """Return whether a rank that had died on a node died alike on another one."""
+    ends = list(map(_ended, attempts))
+    return any(_follows_rank(other, ended) for ended in ends if ended.node == node for other in ends)
+
+
+def _speaks_against_node(attempts: Sequence[Attempt], attempt: Attempt) -> bool:
+    """Return whether an attempt's end is evidence against its node. It is none where the error followed its rank to
+    another node, or where other nodes of the same job had that error too, as in an outage."""
     ended = _ended(attempt)
-    if ended.everywhere:  # the same error on all nodes is no node's fault
+    if ended.node not in attempt.nodes or _is_cleared(ended.node, attempts):
         return False
-    return ended.cause in LOOKS_LIKE_NODE or (ended.cause == "crashed" and len(attempt.nodes) >= MANY_NODES)
+    same = [one for one in attempts if set(one.nodes) == set(attempt.nodes) and _is_alike(_ended(one), ended)]
+    is_of_node = all(_ended(one).node == ended.node for one in same)
+    stayed = any(_stayed(one, attempt) for one in same if one.number < attempt.number)
+    return ended.evidence is not None or (is_of_node and stayed)
+
+
+def _is_alike(ended: Ended, other: Ended) -> bool:
+    return ended.signature is not None and ended.signature == other.signature
+
+
+def _follows_rank(ended: Ended, other: Ended) -> bool:
+    """Return whether a rank died alike on two nodes: neither is to blame, but where both devices say so themselves."""
+    is_another = ended.node != other.node and ended.nature != "hardware"
+    return is_another and _is_alike(ended, other) and ended.rank == other.rank
+
+
+def _is_of_one_node(attempt: Attempt) -> bool:
+    """Return whether only ranks of one node of several died: the node may be the reason, or one of its ranks."""
+    ended = _ended(attempt)
+    return len(attempt.nodes) > 1 and ended.alone and ended.node in attempt.nodes
+
+
+def _stayed(before: Attempt, attempt: Attempt) -> bool:
+    """Return whether a death came again on its node, though the node had other ranks by then."""
+    one, other = _ended(before), _ended(attempt)
+    moved = before.nodes != attempt.nodes and one.rank != other.rank
+    return moved and _is_of_one_node(before) and _is_of_one_node(attempt) and one.node == other.node

@@ -54,6 +54,7 @@ class Running:
         self.attempt = attempt
         self.alive = dict(ranks)
         """Rank -> name of its node."""
+        self._has_several_nodes = len(set(ranks.values())) > 1
         self.facts = Facts()
         self.signalled: Signalled | None = None
         self.signalled_at = -math.inf
@@ -136,8 +137,8 @@ class Running:
             self._begin(Pressure.STOP, now)
             self._kill(now + MARGIN_SECONDS)
             return
-        # Before the first step the others may have the same error: then no node is to blame, and that is final.
-        says_why = exited.code < 0 or (not is_silent and exited.step > 0)
+        # The others may have the same error: then no node is to blame, and before the first step that is final.
+        says_why = exited.code < 0 or (not is_silent and exited.step > 0 and not self._has_several_nodes)
         self._kill(now if says_why else now + REPORT_SECONDS)
 
     def _lost(self, agent: Agent, lost: Lost) -> None:

@@ -54,6 +54,10 @@ class Starter:
         if self.names != [LOCAL]:
             self.lost.add(node)
 
+    def rotate(self) -> None:
+        """Give each node the ranks of its neighbour, whose snapshots it holds too."""
+        self.used = [*self.used[1:], *self.used[:1]]
+
     @property
     def misses_agents(self) -> bool:
         return any(node not in self.agents.by_node for node in self.used)

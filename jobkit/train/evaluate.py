@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from jobkit.train.batch import as_it_is, to_device
 from jobkit.train.seeds import derive_seed, preserved_generators, seed_cpu_generators, seed_generators
-from jobkit.train.workers import WorkerInit, fork_workers
+from jobkit.train.workers import WorkerInit, fork_workers, outside_is_said
 
 PerSample = Callable[[Any, Tensor], Any]
 """`function(batch, ids)` returns a value for each sample of a batch, [n], or a dict of such; `ids` are int64 [n]."""
@@ -45,11 +45,12 @@ class Batches(Dataset[Any]):
 
     def __getitem__(self, number: int) -> tuple[int, Any]:
         samples = []
-        for sample in self.ids(number):
-            seed_cpu_generators(derive_seed(self.seed, "sample", sample))
-            samples.append(self.dataset[sample])
-        seed_cpu_generators(derive_seed(self.seed, "collate", number))
-        return number, self.collate_fn(samples)
+        with outside_is_said():
+            for sample in self.ids(number):
+                seed_cpu_generators(derive_seed(self.seed, "sample", sample))
+                samples.append(self.dataset[sample])
+            seed_cpu_generators(derive_seed(self.seed, "collate", number))
+            return number, self.collate_fn(samples)
 
 
 class HandOut(Sampler[int]):

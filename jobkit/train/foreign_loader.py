@@ -38,7 +38,7 @@ from jobkit.train.seeds import (
     preserved_generators,
     seed_cpu_generators,
 )
-from jobkit.train.workers import WorkerInit, fork_workers
+from jobkit.train.workers import WorkerInit, fork_workers, outside_is_said
 
 PLAIN_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 """Samplers that do not look at what the loop does meanwhile, so that their items may be read ahead."""
@@ -304,12 +304,12 @@ class SeededDataset(Dataset[Any]):
 
     def __getitem__(self, key: tuple[Batch, Any]) -> Any:
         batch, index = key
-        with preserved_but_in_worker():
+        with outside_is_said(), preserved_but_in_worker():
             seed_cpu_generators(derive_seed(*batch))
             return self._collate(self.dataset[index])
 
     def __getitems__(self, keys: list[tuple[Batch, Any]]) -> Any:
-        with preserved_but_in_worker():
+        with outside_is_said(), preserved_but_in_worker():
             if keys:
                 seed_cpu_generators(derive_seed(*keys[0][0]))
             indices, load = [index for _, index in keys], getattr(self.dataset, "__getitems__", None)

@@ -30,7 +30,7 @@ from jobkit.train.seeds import (
     seed_cpu_generators,
 )
 from jobkit.train.streams import Stream, is_stream
-from jobkit.train.workers import WorkerInit, fork_workers
+from jobkit.train.workers import WorkerInit, fork_workers, outside_is_said
 
 AHEAD = 256
 """Samples whose order is computed at once."""
@@ -82,7 +82,7 @@ class SeededBatches(Dataset[Any]):
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> Any:
         """Return a batch, as DataLoader asks for it."""
         # To put the generators back takes longer than many a sample, and a worker has nobody else's.
-        with preserved_but_in_worker():
+        with outside_is_said(), preserved_but_in_worker():
             of_samples = sample_seeds(self._of_samples, keys)
             (of_batch,) = sample_seeds(self._of_batches, keys[:1])
             samples = self._load([sample for _, sample in keys], of_samples)

@@ -27,6 +27,7 @@ from torch.utils.data._utils import worker as workers_module
 from jobkit.errors import UsageError
 from jobkit.train.order import share_of
 from jobkit.train.seeds import derive_seed, seed_cpu_generators
+from jobkit.train.workers import outside_is_said
 
 MOST_PARTS = 64
 """Parts of a stream that are open at once."""
@@ -151,7 +152,8 @@ class _Reader(IterableDataset[Any]):
                 part = parts.get((done + place) % count)
                 if part is None:
                     continue
-                sample = next(part)
+                with outside_is_said():
+                    sample = next(part)
                 if is_mine and place in kept:
                     samples.append(sample)
                 if turn < workers and not first:

@@ -13,10 +13,14 @@ import mmap
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.utils.data import DataLoader
+
+from jobkit.errors import OutsideError
+from jobkit.weather import nature_of
 
 _ENDS: dict[int, mmap.mmap] = {}
 """By process: a byte in shared memory, 1 from the exit of the process on."""
@@ -46,6 +50,20 @@ class WorkerInit:
                 signal.signal(stop, lambda *_: os._exit(0) if ends[0] else None)
         if self._init is not None:
             self._init(number)
+
+
+@contextmanager
+def outside_is_said() -> Iterator[None]:
+    """In a worker, raise an error of the outside as an OutsideError.
+
+    The rank gets an error's type and text, without its number and its causes: EIO would look like a missing file.
+    """
+    try:
+        yield
+    except Exception as error:
+        if multiprocessing.parent_process() is None or nature_of(error) != "outside":
+            raise
+        raise OutsideError(f"{type(error).__name__}: {error}") from error
 
 
 def fork_workers(loader: DataLoader[Any]) -> DataLoader[Any]:

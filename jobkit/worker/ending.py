@@ -13,7 +13,7 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from jobkit.errors import (
@@ -33,6 +33,7 @@ from jobkit.run.disk import is_full
 from jobkit.run.files import as_plain, is_there
 from jobkit.run.records import End
 from jobkit.run.slots import Phase
+from jobkit.weather import chain_of, nature_of, place_of
 from jobkit.worker.rank import Rank
 
 MAX_TRACEBACK = 8000
@@ -92,7 +93,8 @@ def end_of(rank: Rank, error: BaseException | None, result: Any) -> End:
         "seen": _seen(rank),
     }
     # A stop may have been swallowed, by a `finally: return` or an `except BaseException`: it is a stop nevertheless.
-    if (error is None and beat.phase is Phase.SAVING) or any(isinstance(item, Stopped) for item in _chain(error)):
+    causes = chain_of(error, hidden=True)
+    if (error is None and beat.phase is Phase.SAVING) or any(isinstance(item, Stopped) for item in causes):
         return End(kind="stopped", **facts)
     if isinstance(error, SystemExit) and error.code == EXIT_RESUMABLE:
         return End(kind="stopped", **facts)
@@ -104,6 +106,8 @@ def end_of(rank: Rank, error: BaseException | None, result: Any) -> End:
         error=f"{type(error).__name__}: {error}".rstrip(": "),
         traceback=None if _is_said(error) else "".join(traceback.format_exception(error))[-MAX_TRACEBACK:],
         final=isinstance(error, (UsageError, InputError, CheckpointError)) or getattr(error, "final", False),
+        nature=nature_of(error),
+        signature=place_of(error),
         out_of_memory=out_of_memory(error),
         samples=getattr(error, "samples", None),
         disk=is_full(error),
@@ -127,15 +131,6 @@ def _seen(rank: Rank) -> list[int]:
     folder = rank.run.ends_folder(rank.attempt)
     names = [file.stem for file in folder.glob("*.json")] if is_there(folder) else []
     return sorted(int(name) for name in names if name.isdigit())
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception and the exceptions that led to it."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def _is_said(error: BaseException) -> bool:

@@ -16,7 +16,7 @@ from jobkit.errors import EXIT_BAD_INPUT
 
 
 def fail_in_all_ways(project: Project) -> tuple[Launch, Any]:
-    """A hang, memory, exit codes; then an exception at the same step until the budget for crashes is spent."""
+    """A hang, memory, exit codes; then an exception at the same step twice."""
     faults = [
         {"kind": "hang", "rank": 0, "step": 6, "attempt": 1},
         {"kind": "memory", "rank": 1, "step": 16, "attempt": 2},
@@ -25,7 +25,7 @@ def fail_in_all_ways(project: Project) -> tuple[Launch, Any]:
         *({"kind": "raise", "rank": 0, "step": 56, "attempt": attempt} for attempt in (5, 6)),
     ]
     params = with_params({"steps": 1000, "every": 5, "faults": faults})
-    words = ("submit", str(project.yaml), "--local", "resources.tasks_per_node=2", "watchdog=2s", "retry.crash=2")
+    words = ("submit", str(project.yaml), "--local", "resources.tasks_per_node=2", "watchdog=2s")
     done = project.jobkit(*words, *params, check=False)
     launch = project.only_run()
     return launch, [done.returncode, project.jobkit("status", launch.run.name).stdout]
@@ -73,16 +73,16 @@ def test_status_names_the_line_that_failed(failed: tuple[Launch, Any]) -> None:
     assert "scripted_rank.py" in shown and "a fault of the script" in shown
 
 
-def test_an_error_of_all_ranks_before_the_first_step_is_tried_once(project: Project) -> None:
+def test_an_error_of_all_ranks_before_the_first_step_is_tried_twice(project: Project) -> None:
     project.write(
         "broken.py", "def train(rank):\n    open('tried', 'a').write('x')\n    raise ValueError('no such dataset')\n"
     )
     words = ("submit", str(project.yaml), "--local", "task=broken:train", "resources.tasks_per_node=2")
     assert project.jobkit(*words, check=False).returncode == 1
     launch = project.only_run()
-    assert launch.causes == ["crashed"]
-    assert (project.folder / "tried").read_text() == "xx", "each rank once"
-    assert (launch.ends[0].next, launch.ends[0].everywhere) == ("fail", True)
+    assert launch.causes == ["crashed"] * 2
+    assert (project.folder / "tried").read_text() == "xxxx", "each rank twice"
+    assert [(end.next, end.everywhere) for end in launch.ends] == [("in_place", True), ("fail", True)]
     assert "no such dataset" in str(launch.ends[0].traceback)
 
 

@@ -28,7 +28,7 @@ from jobkit.errors import SchedulerTimeout
 from jobkit.run import records
 from jobkit.run.files import write_json
 from jobkit.run.journal import Journal, read_status
-from jobkit.run.records import Cancelled, Event, Excluded, Progress
+from jobkit.run.records import Cancelled, Event, Progress
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import sweep_cancel_file, sweep_lock, verified_file
 from jobkit.run.view import view
@@ -123,8 +123,15 @@ def test_status_shows_attempts_steps_and_what_to_type(tmp_path: Path) -> None:
         NAME,
         submitted(),
         began(nodes=["node1", "node2"]),
-        ended("killed", "in_place", error="SIGKILL\nmore", rank=3, node="node2", **_steps(0, 60, 50)),
-        Excluded(node="node2", reason="killed twice"),
+        ended(
+            "killed",
+            "in_place",
+            error="SIGKILL\nmore",
+            rank=3,
+            node="node2",
+            avoid={"node2": 9e9},
+            **_steps(0, 60, 50),
+        ),
         began(2, how="in place", time=START + 61),
         ended(
             "crashed",
@@ -133,6 +140,7 @@ def test_status_shows_attempts_steps_and_what_to_type(tmp_path: Path) -> None:
             START + 99,
             samples=[*range(20)],
             traceback="Trace\n  x",
+            avoid={"node2": 9e9},
             **_steps(50, 70, 50),
         ),
     )

@@ -29,7 +29,7 @@ def exits(*codes: tuple[int, int], **facts: Any) -> list[tuple[Exited, str]]:
 
 
 def failed(rank: int, error: str = "ValueError: no", *, seen: Sequence[int] = (), **facts: Any) -> End:
-    return end(rank, "failed", error=error, seen=list(seen), **facts)
+    return end(rank, "failed", **{"error": error, "signature": error, "seen": list(seen), **facts})
 
 
 def end(rank: int, kind: Literal["finished", "stopped", "failed"] = "finished", **facts: Any) -> End:
@@ -198,16 +198,58 @@ def test_the_end_of_a_rank_says_where_and_why() -> None:
         ([failed(1), failed(2)], True),  # the others were killed before they could say it
         ([failed(0), failed(1)], False),
         ([failed(0), failed(2, "TypeError: other")], False),
+        ([failed(0), failed(2, "KeyError: b", signature="KeyError: a")], False),
+        ([failed(0, "OSError: a", signature="OSError"), failed(2, "OSError: b", signature="OSError")], True),
+        ([failed(0, signature="RuntimeError"), failed(2, CLOSED, signature="RuntimeError", seen=[0])], False),
     ],
 )
 def test_an_error_of_all_nodes_is_no_nodes_fault(ends: Sequence[End], everywhere: bool) -> None:
-    assert verdict(Facts(exits=exits((ends[0].rank, 1))), ends).everywhere is everywhere
+    found = verdict(Facts(exits=exits((ends[0].rank, 1))), ends)
+    assert (found.everywhere, found.alone) == (everywhere, not everywhere)
 
 
-def test_on_one_node_an_error_is_everywhere_only_if_all_ranks_share_it() -> None:
-    began = Began(attempt=2, token="t", job_id="7", ranks=2)
-    for ends, everywhere in (([failed(0)], False), ([failed(0), failed(1)], True)):
-        assert diagnose(Facts(exits=exits((0, 1))), Traces(ends=ends), began).everywhere is everywhere
+def test_on_one_node_an_error_is_everywhere() -> None:
+    for nodes in ([], ["n1"]):
+        began = Began(attempt=2, token="t", job_id="7", ranks=2, nodes=nodes)
+        assert diagnose(Facts(exits=exits((0, 1))), Traces(ends=[failed(0)]), began).everywhere
+
+
+HARDWARE = failed(1, "AcceleratorError: ECC", nature="hardware", step=7)
+EVIDENCE: list[tuple[str, Facts, Sequence[End], str | None, str | None, bool]] = [
+    ("an exception", Facts(exits=exits((1, 1))), [failed(1)], "ValueError: no", None, True),
+    ("a device's own word", Facts(exits=exits((1, 1))), [HARDWARE], "AcceleratorError: ECC", "its device failed", True),
+    ("a fault of memory", Facts(exits=exits((1, -7))), [], "SIGBUS of rank 1", "rank 1 died of SIGBUS", True),
+    ("on both nodes", Facts(exits=exits((1, -11), (2, -11))), [], "SIGSEGV of rank 1", None, False),
+    ("a kill, after which we kill", Facts(exits=exits((1, -9), (2, -9))), [], "SIGKILL of rank 1", "SIGKILL", True),
+    ("an abort", Facts(exits=exits((1, -6))), [], None, None, True),
+    ("memory", Facts(exits=exits((1, -9), out_of_memory=True)), [], "SIGKILL of rank 1", None, True),
+    ("an exit", Facts(exits=exits((1, 7))), [], "exit code 7 of rank 1", None, True),
+    ("a hang", Facts(asked=("hang", ""), silent=SILENT), [], "hang", None, True),
+    ("a lost node", Facts(lost_nodes=LOST), [], None, "no answer", False),
+]
+
+
+@pytest.mark.parametrize(
+    ("facts", "ends", "signature", "evidence", "alone"), [row[1:] for row in EVIDENCE], ids=[row[0] for row in EVIDENCE]
+)
+def test_what_makes_deaths_alike_and_what_speaks_against_a_node(
+    facts: Facts, ends: Sequence[End], signature: str | None, evidence: str | None, alone: bool
+) -> None:
+    found = verdict(facts, ends)
+    assert (found.signature, found.alone) == (signature, alone)
+    assert (evidence or "") in (found.evidence or "") and bool(evidence) == bool(found.evidence)
+
+
+def test_a_death_without_an_end_has_the_step_of_its_page() -> None:
+    assert verdict(Facts(exits=exits((1, -9), step=7))).step == 7
+    assert verdict(Facts(exits=exits((1, 4), step=-1))).step is None
+
+
+def test_memory_is_for_a_programmer_and_a_program_that_is_not_there_too() -> None:
+    assert verdict(Facts(exits=exits((1, 1))), [failed(1, out_of_memory="GPU")]).nature == "program"
+    assert verdict(Facts(exits=exits((1, -9), out_of_memory=True))).nature == "program"
+    assert [verdict(Facts(exits=exits((0, code))), command=True).final for code in (1, 126, 127)] == [False, True, True]
+    assert not verdict(Facts(exits=exits((0, 127)))).final
 
 
 @pytest.mark.parametrize(
@@ -216,7 +258,7 @@ def test_on_one_node_an_error_is_everywhere_only_if_all_ranks_share_it() -> None
         (Facts(exits=exits((1, -9))), [], "killed", "3.00 GiB"),
         (Facts(exits=exits((1, -9), out_of_memory=True)), [], "out_of_memory", "3.00 GiB"),
         (Facts(exits=exits((1, 1))), [failed(1, out_of_memory="GPU", peak_bytes=GIB)], "out_of_memory", "1.00 GiB"),
-        (Facts(exits=exits((1, -11))), [], "killed", "signal 11"),
+        (Facts(exits=exits((1, -11))), [], "killed", "SIGSEGV"),
     ],
 )
 def test_the_memory_that_was_used_is_named_where_it_may_be_the_reason(

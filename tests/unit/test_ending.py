@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import errno
+import json
+import socket
+import ssl
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jobkit.errors import CheckpointError, InputError, JobkitError, LostLease, Stopped, UsageError
+from jobkit.errors import CheckpointError, InputError, JobkitError, LostLease, OutsideError, Stopped, UsageError
+from jobkit.run.records import Nature
 from jobkit.run.rundir import RunDir
 from jobkit.run.slots import Page, Phase
+from jobkit.weather import place_of
 from jobkit.worker.ending import MAX_TRACEBACK, run_recorded
 from jobkit.worker.health import NotFinite
 from jobkit.worker.rank import Rank
@@ -65,6 +70,62 @@ ENDS = {
     "a full disk": (NO_SPACE, 75, {"kind": "failed", "disk": True}),
     "a full disk behind an error": (caused_by(ValueError("x"), NO_SPACE), 75, {"kind": "failed", "disk": True}),
 }
+
+
+class AcceleratorError(RuntimeError):
+    def __init__(self, code: int) -> None:
+        super().__init__("CUDA error")
+        self.error_code = code
+
+
+class HTTPError(OSError):
+    __module__ = "requests.exceptions"
+
+
+def hiding(error: BaseException, cause: BaseException) -> BaseException:
+    error.__suppress_context__ = True
+    return caused_by(error, cause)
+
+
+NATURES: dict[str, tuple[BaseException, Nature | None]] = {
+    **{f"a {type(error).__name__}": (error, "program") for error in (TypeError(), KeyError(), AssertionError())},
+    "an assertion of a kernel": (AcceleratorError(710), "program"),
+    "an error of a program behind another": (caused_by(RuntimeError(), KeyError()), "program"),
+    "a number of the outside behind an error of a program": (caused_by(KeyError(), OSError(errno.EIO, "")), "program"),
+    "a connection": (ConnectionResetError(), "outside"),
+    "a time that is up": (TimeoutError(), "outside"),
+    "a certificate": (ssl.SSLCertVerificationError(), "outside"),
+    "no such host": (socket.gaierror(), "outside"),
+    "a disk": (OSError(errno.EIO, ""), "outside"),
+    "a stale handle behind an error": (caused_by(RuntimeError(), OSError(errno.ESTALE, "")), "outside"),
+    "one that is hidden": (hiding(RuntimeError(), OSError(errno.EIO, "")), None),
+    "a server": (HTTPError("503"), "outside"),
+    "a worker of a loader": (OutsideError(), "outside"),
+    "a device": (AcceleratorError(214), "hardware"),
+    "a device that is used wrongly": (AcceleratorError(101), None),
+    "a file that is not there": (FileNotFoundError(errno.ENOENT, ""), None),
+    "a bad image": (OSError("cannot identify image file"), None),
+    "a half-read file": (json.JSONDecodeError("x", "{", 1), None),
+    "a half-read text": (UnicodeDecodeError("utf-8", b"", 0, 1, ""), None),
+    "an error as any other": (RuntimeError(), None),
+}
+
+
+@pytest.mark.parametrize(("error", "nature"), NATURES.values(), ids=NATURES)
+def test_the_type_of_an_error_says_whether_time_may_mend_it(
+    rank: Rank, error: BaseException, nature: Nature | None
+) -> None:
+    run_recorded(rank, raising(error))
+    (end,) = rank.run.ends(2)
+    assert end.nature == nature
+    assert end.signature == f"{type(error).__name__} at test_ending.py:{raising.__code__.co_firstlineno + 2}"
+
+
+def test_the_place_of_an_error_is_the_users_line_and_not_a_librarys() -> None:
+    try:
+        json.loads("{")
+    except ValueError as error:
+        assert place_of(error) == f"JSONDecodeError at test_ending.py:{error.__traceback__.tb_lineno}"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(("error", "code", "fields"), ENDS.values(), ids=ENDS)

@@ -23,6 +23,7 @@ LEVELS = {
     "train": 4,
     "supervisor": 4,
     "checkpoint": 3,
+    "weather": 3,
     "usage": 3,
     "display": 3,
     "run": 2,

@@ -10,7 +10,7 @@ import pytest
 
 from jobkit.errors import SchedulerError, SchedulerTimeout
 from jobkit.run.journal import Journal
-from jobkit.run.records import Excluded, Submitted
+from jobkit.run.records import Ended, Submitted
 from jobkit.run.rundir import RunDir
 from jobkit.run.schema import Config, Resources
 from jobkit.slurm.jobs import Job
@@ -100,14 +100,14 @@ def test_a_scancel_is_not_undone(slurm: Slurm, journal: Journal, action: str) ->
 
 def test_excluded_nodes_follow_the_requeue_beside_the_users_own(slurm: Slurm, journal: Journal) -> None:
     slurm.job = replace(JOB, excluded="n9")
-    journal.append(Excluded(node="n2"))
+    journal.append(Ended(attempt=1, cause="killed", next="requeue", avoid={"n2": 9e9}))
     start_again(journal, "requeue")
     assert slurm.said == ["requeue", "exclude n9,n2"]
 
 
 def test_nodes_are_not_excluded_where_the_job_would_wait_for_ever(slurm: Slurm, journal: Journal) -> None:
     slurm.errors = {"test-only": [SchedulerError("Requested node configuration is not available")]}
-    journal.append(Excluded(node="n2"))
+    journal.append(Ended(attempt=1, cause="killed", next="requeue", avoid={"n2": 9e9}))
     start_again(journal, "requeue")
     assert slurm.said == ["requeue"]
 

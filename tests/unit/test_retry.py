@@ -1,8 +1,9 @@
-"""What comes after an attempt: the policy, by tables."""
+"""What comes after an attempt: the policy, by tables of single decisions. Whole runs: test_weather.py."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -10,17 +11,7 @@ import pytest
 from jobkit.run.records import Began, Cause, Ended
 from jobkit.run.schema import UNLIMITED, RetryConfig
 from jobkit.run.status import Attempt
-from jobkit.supervisor.retry import (
-    BUDGETS,
-    LOOKS_LIKE_NODE,
-    MANY_NODES,
-    PAUSES,
-    STAYS,
-    Decision,
-    Room,
-    decide,
-    pause,
-)
+from jobkit.supervisor.retry import BUDGETS, DEATHS, PAUSES, STAYS, Decision, Room, decide
 
 GRACEFUL = ("preempted", "timeout", "unknown", "stopped", "cancelled", "finished")
 """Ends at which a checkpoint of the last step is written."""
@@ -37,9 +28,11 @@ def ended(
     *,
     nodes: Sequence[str] = ("node1", "node2"),
     minute: float = 0.0,
+    submission: int = 1,
+    how: Any = "in place",
     **facts: Any,
 ) -> Attempt:
-    """An attempt from step `first` (None: it never came to its loop) to step `last`.
+    """An attempt from step `first` (None: it never came to its loop) to step `last`, without a start, of a minute.
 
     `durable`, the newest checkpoint when it ended, is the last step of an attempt that ended gracefully, else the step
     where it began.
@@ -47,10 +40,11 @@ def ended(
     last = first if last is None else last
     if durable is None:
         durable = (last if cause in GRACEFUL else first) or 0
+    began = 60.0 * (minute - 1)
     return Attempt(
         number=1,
-        submission=1,
-        began=Began(attempt=1, token="t", job_id="7", nodes=list(nodes)),
+        submission=submission,
+        began=Began(attempt=1, token="t", job_id="7", nodes=list(nodes), time=began, how=how),
         ended=Ended(
             attempt=1,
             cause=cause,
@@ -59,42 +53,86 @@ def ended(
             last_step=last,
             durable_step=durable,
             time=60.0 * minute,
+            loop_began=None if first is None else began,
             **facts,
         ),
     )
 
 
+def numbered(attempts: Sequence[Attempt]) -> list[Attempt]:
+    """The same, one after the other; with `minute` in order where the rows gave none."""
+    return [replace(attempt, number=number) for number, attempt in enumerate(attempts, 1)]
+
+
+def decision_after(attempts: Sequence[Attempt], retry: RetryConfig, room: Room, **options: Any) -> Decision:
+    return decide(numbered(attempts), retry, room, **options)
+
+
 TIMEOUT_5 = ended("timeout", 5)
 PREEMPTED_5 = ended("preempted", 5)
-CRASH_5 = ended("crashed", 5, 7)
+BUG_5 = ended("crashed", 5, 7, nature="program")
+LINE = "OSError at data.py:7"
 
 
-def from_memory(first: int, durable: int = 0) -> Attempt:
-    """An attempt that began with a snapshot in memory."""
-    return ended("killed", first, first + 3, durable)
+def from_memory(first: int) -> Attempt:
+    """An attempt that began with a snapshot in memory, and died of what only a programmer mends."""
+    return further(first, first + 3, 0)
 
+
+def further(first: int, last: int, durable: int) -> Attempt:
+    return ended("crashed", first, last, durable, nature="program")
+
+
+def at(step: int, first: int, **facts: Any) -> Attempt:
+    """A death in a known step of an attempt that began at `first`."""
+    return ended("crashed", first, step, step=step, **{"signature": LINE, **facts})
+
+
+AT_START = ended("crashed", None, everywhere=True, signature=LINE)
+RANK_0 = {"signature": LINE, "rank": 0, "alone": True}
 
 DECISIONS: list[tuple[str, Sequence[Attempt], bool]] = [
     # What ends an attempt, once
-    ("preempted", [ended("preempted", 0, 5)], True),
-    ("a stop that nobody explains", [ended("unknown", 0, 5)], True),
-    ("out of time", [ended("timeout", 0, 5)], True),
-    ("a node died", [ended("node_failure", 0, 5)], True),
-    ("crashed", [ended("crashed", 0, 5)], True),
-    ("killed", [ended("killed", 0, 5)], True),
-    ("out of memory", [ended("out_of_memory", 0, 5)], True),
-    ("hung", [ended("hang", 0, 5)], True),
-    # Snapshots in memory
-    ("deaths, each with a newer snapshot", [ended("killed", 0, 20), *map(from_memory, range(20, 90, 10))], True),
-    ("three deaths, after which the snapshot is the same", [ended("killed", 0, 20), *[from_memory(20)] * 4], False),
-    ("two deaths, after which it is the same", [ended("killed", 0, 20), *[from_memory(20)] * 2], True),
+    *((f"{cause}, once", [ended(cause, 0, 5)], True) for cause in BUDGETS),
+    # Program: a type of error that a programmer mends
+    ("a bug twice", [BUG_5] * 2, True),
+    ("a bug thrice", [BUG_5] * 3, False),
+    ("what may be weather, thrice", [ended("crashed", 5, 7)] * 3, True),
+    ("a bug twice, and then out of time", [BUG_5, BUG_5, TIMEOUT_5], True),
+    ("a bug and a time limit in turn, the one thrice", [BUG_5, TIMEOUT_5, BUG_5, TIMEOUT_5, BUG_5], False),
+    ("a bug and a preemption in turn, without progress", [BUG_5, PREEMPTED_5] * 2 + [BUG_5], False),
+    ("a bug thrice, and a newer checkpoint", [BUG_5, BUG_5, ended("crashed", 5, 9, 8, nature="program")], True),
+    ("a bug thrice since", [ended("crashed", 0, 9, durable=5), *[BUG_5] * 3], False),
+    ("a bug before the loop, with a checkpoint there", [ended("crashed", None, None, 50, nature="program")] * 3, False),
+    ("three bugs, each with a newer snapshot", [from_memory(first) for first in range(20, 90, 10)], True),
+    ("three bugs, after which the snapshot is the same", [ended("killed", 0, 20), *[from_memory(20)] * 3], False),
+    ("a checkpoint newer than the snapshot", [*[from_memory(20)] * 2, further(20, 33, 30), from_memory(30)], True),
+    # Proof: restarts are exact
+    ("the same in one step twice", [at(9, 5), at(9, 7)], False),
+    ("with an attempt between", [at(9, 5), ended("killed", 5, 8), at(9, 7)], False),
+    ("in other steps", [at(9, 5), at(10, 7)], True),
+    ("elsewhere in that step", [at(9, 5), at(9, 7, signature="OSError at data.py:8")], True),
+    ("directly after the restore", [at(9, 5), at(9, 9)], True),
+    ("of the outside", [at(9, 5, nature="outside"), at(9, 7, nature="outside")], True),
+    ("of a device", [at(9, 5, nature="hardware"), at(9, 7, nature="hardware")], True),
+    ("an abort, which a watchdog sends to all", [at(9, 5, signature=None), at(9, 7, signature=None)], True),
+    ("a hang in one step", [at(9, 5, signature="hang"), at(9, 7, signature="hang")], False),
+    ("before a person submitted it again", [replace(at(9, 5), submission=0), at(9, 7)], True),
+    # Before the first step
+    ("everywhere, once", [AT_START], True),
+    ("everywhere, twice", [AT_START] * 2, False),
+    ("everywhere, in the first step", [at(0, 0, everywhere=True)] * 2, False),
+    ("everywhere, but it has worked", [ended("preempted", 0, 5), *[AT_START] * 2], True),
+    ("everywhere, and a preemption between", [AT_START, ended("preempted", None), AT_START], False),
+    ("everywhere, of the outside", [ended("crashed", None, everywhere=True, nature="outside")] * 2, True),
+    ("everywhere, of the device", [ended("crashed", None, everywhere=True, nature="hardware")] * 2, True),
+    ("on one node", [ended("crashed", None, node="node1", **RANK_0)] * 2, True),
     (
-        "deaths at one step, each with a snapshot one step newer",
-        [ended("killed", 0, 60), *[ended("killed", first, 60, 0) for first in range(50, 53)]],
+        "by one rank on two nodes",
+        [ended("crashed", None, node=node, **RANK_0) for node in ("node1", "node2")],
         False,
     ),
-    ("a snapshot that was lost later", [from_memory(20), ended("killed", 0), ended("killed", 0)], False),
-    ("a checkpoint newer than the snapshot", [*[from_memory(20)] * 2, from_memory(20, 30), from_memory(30)], True),
+    ("what would fail again, after progress", [ended("crashed", 0, 9, 5, final=True)], False),
     # Time limits
     ("out of time a hundred times, each a step further", [ended("timeout", n, n + 1) for n in range(100)], True),
     ("out of time without a step, twice", [TIMEOUT_5] * 2, True),
@@ -108,53 +146,12 @@ DECISIONS: list[tuple[str, Sequence[Attempt], bool]] = [
     # Preemptions, and what nobody explains
     ("preempted, for the hundredth time and with nothing done", [ended("preempted", 0)] * 100, True),
     ("unexplained for the hundredth time", [ended("unknown", 0)] * 100, True),
-    # Nodes
-    ("nodes died nine times without progress", [ended("node_failure", 5)] * 9, True),
-    ("nodes died ten times without progress", [ended("node_failure", 5)] * 10, False),
-    ("twenty times, each a checkpoint further", [ended("node_failure", n, n, n + 1) for n in range(20)], True),
-    # Crashes
-    ("crashed twice", [CRASH_5] * 2, True),
-    ("crashed thrice", [CRASH_5] * 3, False),
-    ("crashed, killed and hung", [CRASH_5, ended("killed", 5), ended("hang", 5)], False),
-    ("crashed twice, and then out of time", [CRASH_5, CRASH_5, TIMEOUT_5], True),
-    ("crashed and timed out in turn, neither thrice", [CRASH_5, TIMEOUT_5] * 2, True),
-    ("crashed and timed out in turn, the one thrice", [CRASH_5, TIMEOUT_5, CRASH_5, TIMEOUT_5, CRASH_5], False),
-    ("crashed and preempted in turn, without progress", [CRASH_5, PREEMPTED_5] * 2 + [CRASH_5], False),
-    ("crashed and preempted in turn, the preemption last", [CRASH_5, PREEMPTED_5] * 3, True),
-    ("crashed thrice, and left a newer checkpoint", [CRASH_5, CRASH_5, ended("crashed", 5, 9, durable=8)], True),
-    ("crashed thrice since", [ended("crashed", 0, 9, durable=5), *[CRASH_5] * 3], False),
-    ("an older checkpoint again", [ended("crashed", 0, 9, durable=8), *[ended("crashed", 4, 8, 8)] * 3], False),
-    ("crashed before the loop, with a checkpoint there", [ended("crashed", None, None, durable=50)] * 3, False),
-    ("crashed before the loop, twice, likewise", [ended("crashed", None, None, durable=50)] * 2, True),
-    # One step that fails again and again
-    ("one step failed twice", [ended("crashed", n, 9, n + 1, step=9) for n in range(2)], True),
-    (
-        "one step failed thrice, from newer checkpoints",
-        [ended("crashed", n, 9, n + 1, step=9) for n in range(3)],
-        False,
-    ),
-    ("other steps failed", [ended("crashed", n, n + 1, n + 1, step=n) for n in range(9)], True),
-    ("one step thrice, others between", [ended("crashed", n, 9, n + 1, step=9 - n % 2) for n in range(5)], False),
-    (
-        "one step failed thrice, for memory the last time",
-        [*[ended("crashed", n, 9, n + 1, step=9) for n in range(2)], ended("out_of_memory", 2, 9, 3, step=9)],
-        False,
-    ),
-    ("kills that know of no step", [ended("killed", n, 9, n + 1, rank=1) for n in range(9)], True),
-    # An exception on every node
-    ("everywhere, before the first step", [ended("crashed", None, everywhere=True)], False),
-    ("everywhere, in the first step", [ended("crashed", 0, 0, step=0, everywhere=True)], False),
-    ("everywhere, later", [ended("crashed", 0, 1, step=1, everywhere=True)], True),
-    ("on one node alone, before the first step", [ended("crashed", None, everywhere=False)], True),
-    ("everywhere, but it has worked", [ended("preempted", 0, 5), ended("crashed", None, everywhere=True)], True),
-    ("everywhere, and a preemption before", [ended("preempted", None), ended("crashed", None, everywhere=True)], False),
-    ("what would fail again, after progress", [ended("crashed", 0, 9, 5, final=True)], False),
 ]
 
 
 @pytest.mark.parametrize(("attempts", "again"), [row[1:] for row in DECISIONS], ids=[row[0] for row in DECISIONS])
-def test_a_run_goes_on_until_its_budgets_are_spent(attempts: Sequence[Attempt], again: bool) -> None:
-    decision = decide(attempts, RetryConfig(), QUEUE)
+def test_a_run_fails_only_where_a_person_must_act(attempts: Sequence[Attempt], again: bool) -> None:
+    decision = decision_after(attempts, RetryConfig(), QUEUE)
     assert decision.action == ("requeue" if again else "fail")
     assert decision.reason and "\n" not in decision.reason
 
@@ -168,25 +165,23 @@ def test_a_person_decides_after_an_end_that_no_retry_mends(cause: Cause, requeue
 
 def test_every_cause_is_known_to_the_policy() -> None:
     assert set(BUDGETS) | {"finished", "cancelled", "stopped", "disk"} == set(get_args(Cause))
-    assert set(BUDGETS.values()) == set(RetryConfig.__dataclass_fields__)
-    assert set(BUDGETS) >= STAYS and LOOKS_LIKE_NODE <= STAYS
+    assert {*BUDGETS.values(), "patience"} == set(RetryConfig.__dataclass_fields__)
+    assert set(BUDGETS) >= STAYS > DEATHS
 
 
 BUDGET_ROWS: list[tuple[str, RetryConfig, Sequence[Attempt], bool]] = [
     ("no preemption allowed", RetryConfig(preemption=0), [ended("preempted", 0, 5)], False),
     ("no time limit allowed", RetryConfig(time_limit=0), [ended("timeout", 0, 5)], False),
     ("no dead node allowed", RetryConfig(node_failure=0), [ended("node_failure", 0, 5, 5)], False),
-    ("no crash allowed", RetryConfig(crash=0), [ended("crashed", 0, 5, 5)], False),
-    ("no crash allowed, and none came last", RetryConfig(crash=0), [CRASH_5, PREEMPTED_5], True),
-    ("one, with progress", RetryConfig(crash=1), [ended("crashed", 0, 9, 5)], True),
-    ("one, without progress", RetryConfig(crash=1), [CRASH_5], False),
-    ("one, with progress, in a known step", RetryConfig(crash=1), [ended("crashed", 0, 9, 5, step=9)], False),
+    ("no crash allowed", RetryConfig(crash=0), [ended("killed", 0, 5, 5)], False),
+    ("no crash allowed, and none came last", RetryConfig(crash=0), [BUG_5, PREEMPTED_5], True),
+    ("one, with progress", RetryConfig(crash=1), [ended("crashed", 0, 9, 5, nature="program")], True),
+    ("one, without progress", RetryConfig(crash=1), [BUG_5], False),
     ("two preemptions allowed, one", RetryConfig(preemption=2), [PREEMPTED_5], True),
     ("two preemptions allowed, two", RetryConfig(preemption=2), [PREEMPTED_5, ended("unknown", 5)], False),
-    ("unlimited crashes in one step", RetryConfig(crash=UNLIMITED), [ended("crashed", 5, 9, step=9)] * 100, True),
-    ("but everywhere and at once", RetryConfig(crash=UNLIMITED), [ended("crashed", None, everywhere=True)], False),
+    ("unlimited bugs in one step", RetryConfig(crash=UNLIMITED), [at(9, 5, nature="program")] * 100, True),
+    ("but everywhere and at once", RetryConfig(crash=UNLIMITED), [AT_START] * 2, False),
     ("unlimited time limits", RetryConfig(time_limit=UNLIMITED), [TIMEOUT_5] * 100, True),
-    ("unlimited dead nodes", RetryConfig(node_failure=UNLIMITED), [ended("node_failure", 5)] * 100, True),
 ]
 
 
@@ -194,7 +189,85 @@ BUDGET_ROWS: list[tuple[str, RetryConfig, Sequence[Attempt], bool]] = [
     ("retry", "attempts", "again"), [row[1:] for row in BUDGET_ROWS], ids=[row[0] for row in BUDGET_ROWS]
 )
 def test_a_budget_is_what_the_yaml_says(retry: RetryConfig, attempts: Sequence[Attempt], again: bool) -> None:
-    assert (decide(attempts, retry, QUEUE).action == "requeue") == again
+    retry = replace(retry, patience=UNLIMITED)
+    assert (decision_after(attempts, retry, QUEUE).action == "requeue") == again
+
+
+# Patience
+
+
+def minutes(*ends: float, cause: Cause = "crashed", **facts: Any) -> list[Attempt]:
+    """Deaths in place without progress, each of an attempt of a minute that ended so many minutes after noon."""
+    return [ended(cause, 5, 6, minute=minute, nodes=(), **facts) for minute in ends]
+
+
+HERE = Room(in_place=lambda without: True)
+PATIENCE = [
+    ("59 minutes", RetryConfig(), minutes(0, 1, 2, 59), "in_place"),
+    ("an hour", RetryConfig(), minutes(0, 1, 2, 60), "stop"),
+    ("an hour with three tries", RetryConfig(), minutes(0, 1, 60), "in_place"),
+    ("what the YAML says", RetryConfig(patience="10min"), minutes(0, 1, 2, 10), "stop"),
+    ("unlimited", RetryConfig(patience=UNLIMITED), minutes(0, 1, 2, 6000), "in_place"),
+    ("nodes, by time and count", RetryConfig(), minutes(*range(9), 60, cause="node_failure"), "stop"),
+    ("nodes, by time and not by count", RetryConfig(), minutes(*range(8), 60, cause="node_failure"), "in_place"),
+    ("nodes, by count and not by time", RetryConfig(), minutes(*range(20), cause="node_failure"), "in_place"),
+    (
+        "dead nodes without limit",
+        RetryConfig(node_failure=UNLIMITED),
+        minutes(*range(100), cause="node_failure"),
+        "in_place",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("retry", "attempts", "action"), [row[1:] for row in PATIENCE], ids=[row[0] for row in PATIENCE]
+)
+def test_patience_is_an_hour_of_waiting_and_four_tries(
+    retry: RetryConfig, attempts: Sequence[Attempt], action: str
+) -> None:
+    decision = decision_after(attempts, retry, HERE)
+    assert (decision.action, decision.gave_up) == (action, action == "stop")
+
+
+def test_after_patience_the_words_say_how_long_it_waited_and_a_submission_has_one_try_until_progress() -> None:
+    ends = minutes(0, 1, 2, 60, error="rank 0: S3 is away")
+    words = decision_after(ends, RetryConfig(), HERE).reason
+    assert words == "gave up after 1:00:00 (4 tries): crashed: rank 0: S3 is away"
+    gave_up = [*ends[:-1], replace(ends[-1], ended=replace(ends[-1].ended, gave_up=True))]  # type: ignore[type-var]
+    again = ended("crashed", 5, 6, minute=100, submission=2)
+    assert decision_after([*gave_up, again], RetryConfig(), HERE).gave_up
+    further = ended("crashed", 5, 9, 8, minute=100, submission=2)
+    assert decision_after([*gave_up, further], RetryConfig(), HERE).action == "in_place"
+
+
+def test_a_long_life_and_the_queue_count_little() -> None:
+    one, other = ended("crashed", 5, 6, minute=0), ended("crashed", 5, 6, minute=600)
+    long = replace(other, began=replace(other.began, time=1.0), ended=replace(other.ended, loop_began=2.0))  # type: ignore[type-var]
+    assert decision_after([one, long], RetryConfig(), HERE).patience == 3600 - 2 - 300
+    queued = replace(other, began=replace(other.began, how="requeue"))
+    assert decision_after([one, queued], RetryConfig(), HERE).patience == 3600 - 60
+
+
+def test_pauses_grow_with_the_tries_and_progress_begins_anew() -> None:
+    waits = [decision_after([ended("unknown", 5)] * count, RetryConfig(), HERE).pause for count in range(1, 10)]
+    assert [round(wait / waits[1] * PAUSES[1], 3) for wait in waits] == [*PAUSES, PAUSES[-1]]
+    assert PAUSES[1] <= waits[1] <= 1.2 * PAUSES[1], "spread by a hash of the run"
+    assert decision_after([*minutes(0, 1), ended("killed", 5, 9, 8, minute=2)], RetryConfig(), HERE).pause == 0
+    short = decision_after([ended("unknown", 5)] * 9, RetryConfig(patience="1min"), HERE).pause
+    assert short == waits[-1] / 60
+
+
+def test_a_job_that_has_waited_for_ten_minutes_gives_its_nodes_back_once_its_state_is_on_the_disk() -> None:
+    def decided(room: Room, **facts: Any) -> tuple[str, bool]:
+        deaths = [*minutes(*range(0, 24, 3)), *minutes(24, **facts)]
+        decision = decision_after(deaths, RetryConfig(), room)
+        return decision.action, decision.pause > 0
+
+    queue = replace(HERE, requeue="requeue")
+    assert decided(queue) == ("requeue", True)
+    assert decided(queue, snapshot_step=6) == ("in_place", True), "the agents' memory alone has it"
+    assert decided(HERE) == ("in_place", True), "this machine has no queue"
 
 
 # A command that reports nothing
@@ -206,18 +279,25 @@ SILENT: list[tuple[str, Sequence[Attempt], bool]] = [
     ("three crashes in a row", [QUIET_CRASH] * 3, False),
     ("three crashes, a time limit between", [QUIET_CRASH, QUIET_CRASH, QUIET_TIMEOUT, QUIET_CRASH], True),
     ("three crashes since a preemption", [ended("preempted", None), *[QUIET_CRASH] * 3], False),
-    ("ten dead nodes in a row", [ended("node_failure", None)] * 10, False),
+    ("ten dead nodes in a row", [ended("node_failure", None)] * 10, True),
     ("a program that reported its steps once", [ended("timeout", 5), *[QUIET_TIMEOUT] * 2], False),
 ]
 
 
 @pytest.mark.parametrize(("attempts", "again"), [row[1:] for row in SILENT], ids=[row[0] for row in SILENT])
 def test_a_command_that_reports_nothing_is_not_judged_by_its_silence(attempts: Sequence[Attempt], again: bool) -> None:
-    assert decide(attempts, RetryConfig(), QUEUE, command=True).action == ("requeue" if again else "fail")
+    assert decision_after(attempts, RetryConfig(), QUEUE, command=True).action == ("requeue" if again else "fail")
 
 
 def test_a_command_that_reports_nothing_may_be_forbidden_to_run_out_of_time() -> None:
     assert decide([QUIET_TIMEOUT], RetryConfig(time_limit=0), QUEUE, command=True).action == "fail"
+
+
+def test_a_command_that_reports_nothing_waits_a_minute_before_its_third_try() -> None:
+    waits = [decision_after([QUIET_CRASH] * count, RetryConfig(), HERE, command=True).pause for count in (1, 2)]
+    assert waits[0] == 0 and 2 <= waits[1] < 3
+    attempts = [QUIET_CRASH] * 3
+    assert 60 <= decision_after(attempts, RetryConfig(crash=4), HERE, command=True).pause <= 72
 
 
 # Where it goes on
@@ -225,7 +305,8 @@ def test_a_command_that_reports_nothing_may_be_forbidden_to_run_out_of_time() ->
 
 def after(*attempts: Attempt, enough: bool = True, **room: Any) -> Decision:
     """The decision in a job that runs on, and has nodes enough or not."""
-    return decide(attempts, RetryConfig(), Room(**{"in_place": lambda without: enough, "requeue": "requeue", **room}))
+    possible = Room(**{"in_place": lambda without: enough, "requeue": "requeue", **room})
+    return decision_after(attempts, RetryConfig(), possible)
 
 
 def test_a_death_starts_again_in_place_and_a_job_that_makes_room_goes_back_to_the_queue() -> None:
@@ -240,124 +321,127 @@ def test_on_this_machine_everything_goes_on_in_place() -> None:
     assert after(ended("killed", 0, 5), requeue="none", enough=False).action == "stop"
 
 
-def test_restarts_without_progress_wait_longer_and_longer_and_progress_begins_anew() -> None:
-    waits = [pause([ended("unknown", 5)] * count) for count in range(1, 10)]
-    assert waits == [*PAUSES, 60, 60, 60]
-    assert pause([*[ended("killed", 5)] * 2, ended("killed", 5, 9, durable=8)]) == 0
+# Nodes that are avoided
 
 
-# Nodes that are given up
-
-
-def died_on(*deaths: tuple[str, float], cause: Cause = "killed", progress: bool = True, **facts: Any) -> list[Attempt]:
-    """Attempts that ended for what happened on one node, (node, minute), one after the other."""
+def died_on(*deaths: tuple[str, float], progress: bool = False, **facts: Any) -> list[Attempt]:
+    """Attempts that ended for what speaks against one node, (node, minute), one after the other."""
+    facts = {"cause": "killed", "evidence": "SIGBUS", "how": "requeue", **facts}
     return [
-        ended(cause, 10 * n * progress, 10 * n + 9, 10 * (n + 1) * progress, node=node, minute=minute, **facts)
+        ended(
+            first=10 * n * progress, last=10 * n + 9, durable=10 * (n + 1) * progress, node=node, minute=minute, **facts
+        )
         for n, (node, minute) in enumerate(deaths)
     ]
 
 
 TWICE = (("node2", 0), ("node2", 10))
+TURNED = ("node2", "node1")
 
-GIVEN_UP: list[tuple[str, Sequence[Attempt], set[str], set[str]]] = [
-    ("once is chance", died_on(("node2", 0), progress=False), set(), set()),
-    ("twice without progress", died_on(*TWICE, progress=False), set(), {"node2"}),
-    ("twice with progress in between", died_on(*TWICE), set(), set()),
-    ("twice, an hour apart", died_on(("node2", 0), ("node2", 61), progress=False), set(), set()),
-    ("thrice within an hour", died_on(("node2", 0), ("node2", 20), ("node2", 59)), set(), {"node2"}),
-    ("thrice within two hours", died_on(("node2", 0), ("node2", 50), ("node2", 100)), set(), set()),
+
+def rotated(*deaths: tuple[int, str, Sequence[str]], **facts: Any) -> list[Attempt]:
+    """Exceptions of (rank, node) alone, with the nodes in some order."""
+    facts = {"signature": LINE, "alone": True, **facts}
+    return [ended("crashed", 5, 6, rank=rank, node=node, nodes=nodes, **facts) for rank, node, nodes in deaths]
+
+
+STAYED = rotated((0, "node1", ("node1", "node2")), (1, "node1", TURNED), (0, "node1", ("node1", "node2")))
+
+AVOIDED: list[tuple[str, Sequence[Attempt], set[str]]] = [
+    ("once is chance", died_on(("node2", 0)), set()),
+    ("twice without progress", died_on(*TWICE), {"node2"}),
+    ("twice with progress in between", died_on(*TWICE, progress=True), set()),
+    ("thrice within an hour", died_on(("node2", 0), ("node2", 20), ("node2", 59), progress=True), {"node2"}),
+    ("thrice within two hours", died_on(("node2", 0), ("node2", 50), ("node2", 100), progress=True), set()),
+    ("another node between", died_on(("node2", 0), ("node1", 5), ("node2", 9)), {"node2"}),
+    ("each node once", died_on(("node1", 0), ("node2", 1)), set()),
+    ("by several causes", [*died_on(("node2", 0)), *died_on(("node2", 1), cause="node_failure")], {"node2"}),
+    ("nothing speaks against it", died_on(*TWICE, evidence=None), set()),
+    ("nobody knows where", died_on((None, 0), (None, 1)), set()),  # type: ignore[arg-type]
+    ("this machine, which has no nodes", died_on(("local", 0), ("local", 1), nodes=()), set()),
     (
-        "another node between",
-        died_on(("node2", 0), ("node1", 5), ("node2", 9), cause="node_failure", progress=False),
-        set(),
-        {"node2"},
-    ),
-    ("each node once", died_on(("node1", 0), ("node2", 1), progress=False), set(), set()),
-    ("given up before", died_on(*TWICE, progress=False), {"node2"}, set()),
-    (
-        "by several causes",
-        [*died_on(("node2", 0), progress=False), *died_on(("node2", 1), cause="node_failure", progress=False)],
-        set(),
-        {"node2"},
-    ),
-    (
-        "twice with a snapshot in memory in between",
-        [
-            ended("killed", 0, 30, 0),
-            ended("killed", 28, 60, 0, node="node2"),
-            ended("killed", 58, 90, 0, node="node2", snapshot_step=88),
-        ],
-        set(),
+        "it follows its rank",
+        died_on(*TWICE[:1], ("node1", 5), ("node1", 9), rank=3, signature="SIGBUS of rank 3"),
         set(),
     ),
-    (
-        "twice, the second time with a snapshot after a checkpoint",
-        [
-            ended("killed", 146, 220, 200, node="node1"),
-            ended("killed", 200, 256, 200, node="node1", snapshot_step=240),
-        ],
-        set(),
-        set(),
-    ),
-    (
-        "twice, the second time with a snapshot that is no newer",
-        [
-            ended("killed", 146, 220, 200, node="node1"),
-            ended("killed", 200, 256, 200, node="node1", snapshot_step=200),
-        ],
-        set(),
-        {"node1"},
-    ),
-    ("an exception", died_on(*TWICE, cause="crashed", progress=False), set(), set()),
-    ("the same error on all nodes", died_on(*TWICE, progress=False, everywhere=True), set(), set()),
-    ("nobody knows where", died_on((None, 0), (None, 1), progress=False), set(), set()),  # type: ignore[arg-type]
-    ("this machine, which has no nodes", died_on(("local", 0), ("local", 1), progress=False, nodes=()), set(), set()),
+    ("it follows its rank, but devices say it", died_on(*TWICE, rank=3, nature="hardware", signature="a"), {"node2"}),
+    ("stays on a node with other ranks, once", STAYED[:2], set()),
+    ("stays on a node with other ranks, twice", STAYED, {"node1"}),
+    ("stays, but not in that order", STAYED[:1] * 3, set()),
+    ("an outage: another node had it too", [*STAYED, *rotated((5, "node2", TURNED)), *STAYED[1:]], set()),
 ]
 
 
-@pytest.mark.parametrize(
-    ("attempts", "excluded", "given_up"), [row[1:] for row in GIVEN_UP], ids=[row[0] for row in GIVEN_UP]
-)
-def test_a_node_is_given_up_only_after_deaths_without_progress_or_three_in_an_hour(
-    attempts: Sequence[Attempt], excluded: set[str], given_up: set[str]
-) -> None:
-    decision = decide(attempts, RetryConfig(), QUEUE, excluded=excluded)
-    assert set(decision.exclude) == given_up
-    assert decision.action == "requeue"
+@pytest.mark.parametrize(("attempts", "nodes"), [row[1:] for row in AVOIDED], ids=[row[0] for row in AVOIDED])
+def test_a_node_is_avoided_when_enough_speaks_against_it(attempts: Sequence[Attempt], nodes: set[str]) -> None:
+    decision = decision_after(attempts, RetryConfig(), QUEUE)
+    assert (set(decision.avoid), decision.action) == (nodes, "requeue")
 
 
-@pytest.mark.parametrize(
-    ("cause", "given_up"), [(cause, cause in LOOKS_LIKE_NODE) for cause in BUDGETS if cause in STAYS]
-)
-def test_a_spare_takes_the_place_after_a_death_that_looks_like_the_nodes(cause: Cause, given_up: bool) -> None:
-    decision = after(ended(cause, 0, 5, node="node2"), spares=1)
-    assert (decision.action, list(decision.exclude)) == ("in_place", ["node2"] if given_up else [])
-    assert not after(ended(cause, 0, 5, node="node2")).exclude
+def test_a_device_that_fails_in_one_step_with_other_ranks_is_no_proof() -> None:
+    facts = {"node": "node1", "alone": True}
+    turned = [at(9, 5, rank=0, **facts), at(9, 7, rank=1, nodes=TURNED, **facts)]
+    assert after(*turned).action == "in_place"
+    assert after(*[at(9, 5, rank=0, **facts)] * 2).action == "fail"
+
+
+def test_ranks_rotate_after_an_error_of_one_node_and_before_it_is_avoided() -> None:
+    assert after(STAYED[0]).rotate
+    assert not after(*STAYED).rotate, "the node has gone"
+    assert not after(*rotated((0, "node1", ("node1", "node2")), alone=False)).rotate
+    assert not after(*rotated((0, "node1", ("node1",)))).rotate, "there is no other"
+
+
+def test_a_spare_takes_the_place_at_the_first_piece_of_evidence() -> None:
+    decision = after(*died_on(("node2", 0)), spares=1)
+    assert (decision.action, list(decision.avoid)) == ("in_place", ["node2"])
+    assert not after(*died_on(("node2", 0))).avoid
+    assert not after(ended("crashed", 0, 5, node="node2"), spares=1).avoid
+
+
+def test_two_nodes_are_avoided_for_a_day_and_no_more() -> None:
+    avoid = {"a": 90_000.0, "b": 90_000.0}
+
+    def avoided(minute: float, nodes: int = 2) -> set[str]:
+        attempts = died_on(("c", minute - 1), ("c", minute), nodes=["c", *map(str, range(nodes - 1))])
+        attempts[0] = replace(attempts[0], ended=replace(attempts[0].ended, avoid=avoid))  # type: ignore[type-var]
+        return set(decision_after(attempts, RetryConfig(), QUEUE).avoid)
+
+    assert avoided(10) == {"a", "b"}
+    assert avoided(10, nodes=30) == {"a", "b", "c"}, "a tenth of the job's nodes"
+    assert avoided(1501) == {"c"}
 
 
 def test_a_bad_node_is_left_out_in_the_job_rather_than_in_the_next_one() -> None:
     asked: list[frozenset[str]] = []
-    deaths = died_on(*TWICE, progress=False)
+    deaths = died_on(*TWICE)
     assert after(*deaths).action == "in_place"
-    decision = after(*deaths, in_place=lambda without: bool(asked.append(without)))
-    assert (decision.action, set(decision.exclude), asked[0]) == ("requeue", {"node2"}, {"node2"})
+    decision = after(*deaths, in_place=lambda without: bool(asked.append(without)), spares=0)
+    assert (decision.action, set(decision.avoid), asked[0]) == ("requeue", {"node2"}, {"node2"})
 
 
 def test_a_bad_node_that_nothing_could_replace_is_kept() -> None:
-    deaths = died_on(*TWICE, progress=False)
     nowhere = {"in_place": lambda without: not without, "elsewhere": lambda without: False}
-    assert (after(*deaths, **nowhere).action, after(*deaths, **nowhere).exclude) == ("in_place", {})
+    decision = after(*died_on(*TWICE), **nowhere)
+    assert (decision.action, decision.avoid) == ("in_place", {})
 
 
-def test_an_excluded_node_is_not_gone_back_to_while_the_job_could_have_another_one() -> None:
-    lost = ended("node_failure", 0, 5, node="node1")
+def avoiding(attempt: Attempt, *nodes: str) -> list[Attempt]:
+    """An attempt, and one before it after which the run avoids some nodes."""
+    before = ended("preempted", 0)
+    day = dict.fromkeys(nodes, 90_000.0)
+    return [replace(before, ended=replace(before.ended, avoid=day)), attempt]  # type: ignore[type-var]
+
+
+def test_an_avoided_node_is_not_gone_back_to_while_the_job_could_have_another_one() -> None:
+    lost = avoiding(ended("node_failure", 0, 5, node="node1"), "node2")
     for elsewhere, action in ((True, "requeue"), (False, "in_place")):
         room = Room(
             requeue="requeue",
-            in_place=lambda without: not without,  # with the excluded one there are enough
+            in_place=lambda without: not without,  # with the avoided one there are enough
             elsewhere=lambda without, answer=elsewhere: answer,  # type: ignore[misc]
         )
-        assert decide([lost], RetryConfig(), room, excluded=["node2"]).action == action
+        assert decision_after(lost, RetryConfig(), room).action == action
 
 
 @pytest.mark.parametrize("cause", ["timeout", "preempted", "node_failure"])
@@ -366,64 +450,13 @@ def test_a_scheduler_that_is_ending_the_job_is_not_asked_what_changes_nothing(ca
         raise AssertionError("asked")
 
     room = Room(requeue="requeue", elsewhere=ask)
-    assert decide([ended(cause, 0, 5)], RetryConfig(), room, excluded=["node2"]).action == "requeue"
+    assert decision_after(avoiding(ended(cause, 0, 5), "node2"), RetryConfig(), room).action == "requeue"
 
 
-def test_a_run_that_fails_gives_up_no_node() -> None:
-    decision = decide(died_on(*TWICE, ("node2", 11), progress=False), RetryConfig(), QUEUE)
-    assert (decision.action, decision.exclude) == ("fail", {})
-
-
-# Large jobs
-
-MANY = [f"node{number}" for number in range(MANY_NODES)]
-
-
-def crashed_on(node: str, rank: int | None, **facts: Any) -> Attempt:
-    return ended("crashed", None, nodes=MANY, node=node, rank=rank, **facts)
-
-
-BROKEN = [
-    ("another node's GPU, after one that is excluded", [("a", 0), ("a", 0), ("b", 8)], "a", True),
-    ("two of another one's", [("a", 0), ("a", 0), ("b", 8), ("b", 8)], "ab", True),
-    ("an error that follows its rank to another node", [("a", 0), ("a", 0), ("b", 0)], "a", False),
-    ("an error of a rank that nobody knows", [("a", None), ("a", None), ("b", None)], "a", False),
-    ("a node that is not excluded", [("a", 0), ("a", 0), ("a", 0)], "", False),
-    ("five nodes", [(node, rank) for rank, node in enumerate("abcde") for _ in "12"], "abcde", False),
-]
-
-
-@pytest.mark.parametrize(
-    ("crashes", "excluded", "goes_on"), [row[1:] for row in BROKEN], ids=[row[0] for row in BROKEN]
-)
-def test_crashes_on_nodes_that_are_excluded_since_count_as_failures_of_nodes(
-    crashes: Sequence[tuple[str, int | None]], excluded: str, goes_on: bool
-) -> None:
-    decision = decide([crashed_on(*crash) for crash in crashes], RetryConfig(), QUEUE, excluded=excluded)
-    assert (decision.action != "fail") is goes_on
-
-
-def until_it_fails(crashes: Iterable[tuple[str, int]], cause: Cause = "crashed", nodes: Sequence[str] = MANY) -> int:
-    """How many nodes were excluded when crashes without progress, on (node, rank), have come to an end."""
-    attempts: list[Attempt] = []
-    excluded: list[str] = []
-    for node, rank in crashes:
-        attempts.append(ended(cause, 5, nodes=[*nodes, node], node=node, rank=rank))
-        decision = decide(attempts, RetryConfig(), QUEUE, excluded=excluded)
-        if decision.action == "fail":
-            return len(excluded)
-        excluded += decision.exclude
-    raise AssertionError(f"goes on after {len(attempts)} attempts")
-
-
-WANDERING = [(f"broken{number // 2}", number) for number in range(100)]
-
-
-def test_crashes_that_wander_over_the_nodes_of_a_large_job_end_with_the_nodes_budget() -> None:
-    assert 2 * until_it_fails(WANDERING) == RetryConfig().node_failure
-    assert until_it_fails(WANDERING, nodes=["a"]) == 0, "where a small job crashes says nothing about its nodes"
-    assert until_it_fails(WANDERING, "out_of_memory") == 1, "memory that is too small is the run's fault on every node"
-
-
-def test_what_fails_on_every_node_alike_is_not_the_fault_of_an_excluded_one() -> None:
-    assert decide([crashed_on("a", 0, everywhere=True)] * 3, RetryConfig(), QUEUE, excluded=["a"]).action == "fail"
+def test_a_job_of_one_node_goes_once_to_another_node_before_it_is_interrupted() -> None:
+    deaths = [ended("crashed", 5, 6, minute=minute, nodes=["a"], node="a") for minute in (0, 1, 2, 60)]
+    decision = after(*deaths)
+    assert (decision.action, list(decision.avoid), decision.gave_up) == ("requeue", ["a"], False)
+    there = ended("crashed", 5, 6, minute=61, nodes=["b"], node="b")
+    assert (after(*deaths, there).action, after(*deaths, there).gave_up) == ("stop", True)
+    assert after(*deaths, elsewhere=lambda without: False).gave_up, "no other node is up"

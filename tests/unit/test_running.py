@@ -37,7 +37,7 @@ def exited(rank: int, code: int, step: int = 5) -> Exited:
         ("n1", exited(0, 0), None),  # it has finished, the others will
         ("n1", exited(0, -9), 0.0),  # the others would wait for it for ever
         ("n1", exited(0, 1), REPORT_SECONDS),  # without a word: another one may be the first
-        ("n1", exited(1, 1), 0.0),  # it has left its End
+        ("n1", exited(1, 1), REPORT_SECONDS),  # it has left its End: do ranks of other nodes have that error?
         ("n1", exited(1, 1, step=0), REPORT_SECONDS),  # before the first step all may have that error
         ("n1", Exited(serial=1, attempt=2, rank=0, code=-9), None),  # of the attempt before
         ("n2", Lost("gone"), 0.0),
@@ -57,6 +57,12 @@ def test_what_kills_the_other_ranks(node: str, news: News, kills_after: float | 
     assert ranks.pressure(100.0 + kills_after - 0.01) < Pressure.KILL
     assert ranks.pressure(100.0 + kills_after) is Pressure.KILL
     assert ranks.pressure(100.0 + kills_after + END_SECONDS) is Pressure.GIVE_UP
+
+
+def test_on_one_node_an_error_kills_the_others_at_once() -> None:
+    ranks = Running(3, {0: "n1", 1: "n1"}, ends=lambda: frozenset({1}))
+    ranks.note(NODES["n1"], exited(1, 1), now=100.0)
+    assert ranks.pressure(100.0) is Pressure.KILL
 
 
 def test_an_exit_that_an_agent_says_again_counts_once() -> None:
