@@ -147,7 +147,7 @@ def decide(attempts: Sequence[Attempt], retry: RetryConfig, room: Room, *, comma
         action="in_place" if in_place and not gives_back else "stop" if room.requeue == "none" else room.requeue,
         reason=f"{what}; from now on without {', '.join(new)}" if new else what,
         pause=seconds if in_place else 0.0,
-        rotate=in_place and not new and _is_of_one_node(attempts[-1]),
+        rotate=in_place and last.evidence is None and not new and _is_of_one_node(attempts[-1]),
         tries=len(tries.deaths),
         patience=max(0.0, retry.patience_seconds - tries.waited) if is_death and retry.patience != UNLIMITED else None,
         avoid=avoid,

@@ -389,6 +389,7 @@ def test_ranks_rotate_after_an_error_of_one_node_and_before_it_is_avoided() -> N
     assert after(STAYED[0]).rotate
     assert not after(*STAYED).rotate, "the node has gone"
     assert not after(*rotated((0, "node1", ("node1", "node2")), alone=False)).rotate
+    assert not after(*rotated((0, "node1", ("node1", "node2")), evidence="SIGBUS")).rotate, "it speaks for itself"
     assert not after(*rotated((0, "node1", ("node1",)))).rotate, "there is no other"
 
 
