@@ -90,7 +90,9 @@ class Checkpointer:
         slots: tuple[int, int] | None = None,
         best_mode: Literal["min", "max"] = "min",
         beat: Callable[[], None] = lambda: None,
+        before: int | None = None,
     ) -> None:
+        """`before`: begin with a state older than this step, where there is one."""
         self.ranks, self.place = ranks, place
         self.store = Store(folder, str(attempt))
         self.stager = Stager(place, ranks)
@@ -104,6 +106,7 @@ class Checkpointer:
         self.set_aside: list[tuple[int, str]] = []
         """Damaged checkpoints that were found, and why."""
         self.durable_step: int | None = None
+        self._before = before
         self._entries: list[Entry] = []
         """The entries that were restored so far."""
         self._weights: Source | None = None
@@ -122,9 +125,13 @@ class Checkpointer:
         while True:
             steps = self._steps()
             self.durable_step = steps[0] if steps else None
-            in_memory = self.snapshots.newest(after=self.durable_step)
+            steps = [step for step in steps if self._before is None or step < self._before]
+            in_memory = self.snapshots.newest(after=steps[0] if steps else None, before=self._before)
             if in_memory is not None:
                 return in_memory
+            if not steps and self._before is not None:
+                self._before = None
+                continue
             if not steps:
                 if self.set_aside:
                     names = ", ".join(f"step {step} ({reason})" for step, reason in self.set_aside)

@@ -248,13 +248,13 @@ class Snapshots:
 
     # Restoring
 
-    def newest(self, after: int | None) -> Source | None:
-        """Return the newest snapshot that the ranks have whole, if it is newer than `after`. All ranks call it.
+    def newest(self, after: int | None, before: int | None = None) -> Source | None:
+        """Return the newest snapshot that the ranks have whole, between two steps if given. All ranks call it.
 
         On another number of ranks there is none: the disk's checkpoint serves any number.
         """
         present = {} if self._slots is None else self._records()
-        facts = [fact for fact in present if fact[0] not in self._refused]
+        facts = [fact for fact in present if fact[0] not in self._refused and (before is None or fact[0] < before)]
         holders = self._stager.ranks.gather(facts)
         ranks = range(self._place.world_size)
         states = {fact[:2] for facts in holders for fact in facts}
@@ -266,7 +266,7 @@ class Snapshots:
         if self._slots is not None:
             keeps = [any((record.step, record.attempt) == newest for record in slot.records()) for slot in self._slots]
             self._first = 1 if keeps[0] else 0
-        return self._source(newest, after, present, holders)
+        return self._source(newest, present, holders) or self.newest(after, before)
 
     def _records(self) -> dict[Fact, tuple[Slot, Record]]:
         assert self._slots is not None
@@ -280,7 +280,6 @@ class Snapshots:
     def _source(
         self,
         state: tuple[int, int],
-        after: int | None,
         present: dict[Fact, tuple[Slot, Record]],
         holders: Sequence[Sequence[Fact]],
     ) -> Source | None:
@@ -315,7 +314,7 @@ class Snapshots:
         facts = ranks.gather((info, header, record.pickled))
         if any(fact[1] is None for fact in facts):
             self._refused.add(step)
-            return self.newest(after)
+            return None
         name = "rank_{}.safetensors".format
         manifest = Manifest(
             step=step,

@@ -347,6 +347,8 @@ class Ended(Event):
     """When the run would be interrupted without progress until then (`retry.patience`)."""
     gave_up: bool = False
     """True if it was interrupted for that."""
+    before_step: int | None = None
+    """The next attempt begins with a state older than this step, to see whether the step fails again."""
     avoid: dict[str, float] = field(default_factory=dict)
     """The nodes that the run avoids from here on, each until a time."""
     first_step: int | None = None

@@ -85,6 +85,7 @@ def end_attempt(tenure: Tenure, facts: Facts, room: Room) -> Decision:
         next_at=ended.time + decision.pause if is_tried and decision.pause else None,
         gives_up_at=ended.time + decision.patience if is_tried and decision.patience is not None else None,
         gave_up=decision.gave_up,
+        before_step=decision.before_step,
         avoid=dict(decision.avoid),
     )
     journal.note(ended)

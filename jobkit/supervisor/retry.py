@@ -107,6 +107,8 @@ class Decision:
     """Seconds of waiting that are left, before the run is interrupted; None where patience does not count."""
     gave_up: bool = False
     """True where patience ended. Until the run makes progress, each further submission has one try."""
+    before_step: int | None = None
+    """The next attempt begins with a state older than this step: the newest is that very step, and proves nothing."""
     avoid: Mapping[str, float] = field(default_factory=dict)
     """The nodes that the run avoids from here on, each until a time in seconds since the epoch."""
 
@@ -149,6 +151,7 @@ def decide(attempts: Sequence[Attempt], retry: RetryConfig, room: Room, *, comma
         pause=seconds if in_place else 0.0,
         rotate=in_place and last.evidence is None and not new and _is_of_one_node(attempts[-1]),
         tries=len(tries.deaths),
+        before_step=last.step if _goes_back(tries) else None,
         patience=max(0.0, retry.patience_seconds - tries.waited) if is_death and retry.patience != UNLIMITED else None,
         avoid=avoid,
     )
@@ -304,21 +307,35 @@ def _fails_at_start(ended: Ended) -> bool:
 
 
 def _proof(tries: Tries) -> Attempt | None:
-    """Return an attempt that died as the last one did: so will the next one.
+    """Return an attempt that died as the last one did, where both had done steps before: so will the next one.
 
     An attempt that dies at once after its restore proves nothing: an outage goes on where the steps go on.
     """
+    alike = [attempt for attempt in _alike(tries) if not _stayed(attempt, tries.last)]
+    before = [attempt for attempt in alike if _did_steps(_ended(attempt))]
+    return before[-1] if before and _did_steps(_ended(tries.last)) else None
+
+
+def _alike(tries: Tries) -> list[Attempt]:
+    """Return the attempts before that died of the same in the same step, where time and nodes are not to blame."""
     last = _ended(tries.last)
+    if last.signature is None or last.step is None or last.nature in ("outside", "hardware"):
+        return []
+    ends = ((attempt, _ended(attempt)) for attempt in tries.ours[:-1])
+    return [attempt for attempt, ended in ends if (ended.signature, ended.step) == (last.signature, last.step)]
 
-    def is_alike(attempt: Attempt) -> bool:
-        ended = _ended(attempt)
-        has_done_steps = ended.step is not None and ended.first_step is not None and ended.step > ended.first_step
-        return has_done_steps and (ended.signature, ended.step) == (last.signature, last.step)
 
-    if last.signature is None or last.nature in ("outside", "hardware") or not is_alike(tries.last):
-        return None
-    before = [attempt for attempt in tries.ours[:-1] if is_alike(attempt) and not _stayed(attempt, tries.last)]
-    return before[-1] if before else None
+def _did_steps(ended: Ended) -> bool:
+    return ended.step is not None and ended.first_step is not None and ended.step > ended.first_step
+
+
+def _goes_back(tries: Tries) -> bool:
+    """Return whether the next attempt has to come to the step from an older state: once, until the run makes progress.
+
+    The newest state may be that very step, as before a validation that has a typo.
+    """
+    has_gone_back = any(_ended(attempt).before_step is not None for attempt in tries.fruitless)
+    return bool(_alike(tries)) and not _did_steps(_ended(tries.last)) and not has_gone_back
 
 
 # Patience

@@ -169,6 +169,12 @@ class Checkpoints:
         self.rank.beat(self.rank.page.read().step, Phase.SAVING)
 
 
+def older_than(rank: Rank) -> int | None:
+    """Return the step that this attempt is to come to again from an older state; None for the newest state."""
+    ends = [attempt.ended for attempt in read_status(rank.run).attempts if attempt.ended is not None]
+    return ends[-1].before_step if ends else None
+
+
 def _history(rank: Rank) -> History:
     attempts = read_status(rank.run).attempts
     ended = [(attempt.began.time, attempt.ended) for attempt in attempts if attempt.ended is not None]

@@ -33,7 +33,7 @@ from jobkit.train.loader import Loader
 from jobkit.train.seeds import derive_seed, seed_generators
 from jobkit.train.spread import Spread
 from jobkit.train.step import Step, evaluating
-from jobkit.worker.checkpoints import Boundary, Checkpoints
+from jobkit.worker.checkpoints import Boundary, Checkpoints, older_than
 from jobkit.worker.epochs import Batches, Epochs
 from jobkit.worker.evaluation import Evaluator
 from jobkit.worker.health import Health
@@ -99,6 +99,7 @@ class Context:
             check_lease=rank.check_lease,
             beat=rank.beat_again,
             slots=slots_of(environ),
+            before=joined.ranks.broadcast(older_than(rank) if self.is_main else None),
             best_mode=config.checkpoint.best.mode if config.checkpoint.best is not None else "min",
         )
         restored = self._checkpointer.restored

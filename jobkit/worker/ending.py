@@ -103,7 +103,7 @@ def end_of(rank: Rank, error: BaseException | None, result: Any) -> End:
         return End(kind="finished", result=as_plain(result) if is_shown else None, **facts)
     return End(
         kind="failed",
-        error=f"{type(error).__name__}: {error}".rstrip(": "),
+        error=_in_a_line(error),
         traceback=None if _is_said(error) else "".join(traceback.format_exception(error))[-MAX_TRACEBACK:],
         final=isinstance(error, (UsageError, InputError, CheckpointError)) or getattr(error, "final", False),
         nature=nature_of(error),
@@ -113,6 +113,15 @@ def end_of(rank: Rank, error: BaseException | None, result: Any) -> End:
         disk=is_full(error),
         **facts,
     )
+
+
+def _in_a_line(error: BaseException) -> str:
+    """Return the type and the words of an error. Of a bug that holds a traceback, as a worker's, the last line; of any
+    other its first: the traceback has all of them."""
+    words = str(error).strip()
+    if "Traceback (most recent call last):" in words:
+        return words.splitlines()[-1]
+    return f"{type(error).__name__}: {words if _is_said(error) else words.partition(chr(10))[0]}".rstrip(": ")
 
 
 def out_of_memory(error: BaseException) -> str | None:

@@ -53,6 +53,12 @@ ENDS = {
     "no checkpoint that can be read": (CheckpointError("x"), 1, {"kind": "failed", "final": True}),
     "a loss that is no number": (NotFinite(3, float("nan"), [7]), 1, {"kind": "failed", "final": True}),
     "a wrong config": (InputError("x"), 1, {"kind": "failed", "final": True}),
+    "an error of two lines": (ValueError("a\nb"), 1, {"error": "ValueError: a"}),
+    "an error in a worker": (
+        ValueError("Caught\nOriginal Traceback (most recent call last):\n  a\nValueError: b\n"),
+        1,
+        {"error": "ValueError: b"},
+    ),
     "exit 0": (SystemExit(0), 0, {"kind": "finished"}),
     "exit without a code": (SystemExit(), 0, {"kind": "finished"}),
     "exit 3": (SystemExit(3), 3, {"kind": "failed"}),

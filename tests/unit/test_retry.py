@@ -113,6 +113,7 @@ DECISIONS: list[tuple[str, Sequence[Attempt], bool]] = [
     ("in other steps", [at(9, 5), at(10, 7)], True),
     ("elsewhere in that step", [at(9, 5), at(9, 7, signature="OSError at data.py:8")], True),
     ("directly after the restore", [at(9, 5), at(9, 9)], True),
+    ("directly after it, and once more from an older state", [at(9, 5), at(9, 9), at(9, 5)], False),
     ("of the outside", [at(9, 5, nature="outside"), at(9, 7, nature="outside")], True),
     ("of a device", [at(9, 5, nature="hardware"), at(9, 7, nature="hardware")], True),
     ("an abort, which a watchdog sends to all", [at(9, 5, signature=None), at(9, 7, signature=None)], True),
@@ -167,6 +168,16 @@ def test_every_cause_is_known_to_the_policy() -> None:
     assert set(BUDGETS) | {"finished", "cancelled", "stopped", "disk"} == set(get_args(Cause))
     assert {*BUDGETS.values(), "patience"} == set(RetryConfig.__dataclass_fields__)
     assert set(BUDGETS) >= STAYS > DEATHS
+
+
+def test_after_two_deaths_at_the_newest_state_one_try_begins_with_an_older_one() -> None:
+    """A checkpoint is written before a validation that has a typo."""
+    again = [at(9, 5), at(9, 9)]
+    assert decision_after(again, RetryConfig(), HERE).before_step == 9
+    for others in ([at(9, 5)], [at(9, 5), at(8, 8)], [at(9, 5), at(9, 9, nature="outside")]):
+        assert decision_after(others, RetryConfig(), HERE).before_step is None
+    went = [again[0], replace(again[1], ended=replace(again[1].ended, before_step=9)), at(4, 4), at(9, 9)]  # type: ignore[type-var]
+    assert decision_after(went, RetryConfig(), HERE).before_step is None, "once until there is progress"
 
 
 BUDGET_ROWS: list[tuple[str, RetryConfig, Sequence[Attempt], bool]] = [
