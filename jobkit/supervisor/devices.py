@@ -3,20 +3,22 @@
     agent --ticket--> line (first come, first served) --lock a device each--> CUDA_VISIBLE_DEVICES of its ranks
 
 Tickets and locks are files in a folder of the user's own; a process that ends gives both back, however it ends. Other
-users are seen by the driver's list of computing processes (nvidia-ml-py). CPU runs wait for nothing.
+users are seen by the driver's list of computing processes (gpus.py). CPU runs wait for nothing.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import pwd
 import socket
+import subprocess
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jobkit import start
 from jobkit.errors import InputError
 from jobkit.log import log
 from jobkit.run.files import read_json
@@ -28,6 +30,12 @@ from jobkit.supervisor.protocol import RankPlace
 
 LOOK_SECONDS = 0.5
 """Between two looks of a run that waits."""
+
+ANSWER_SECONDS = 2.0
+"""The time that NVIDIA's driver gets after a failure: the report about the rank waits for it."""
+
+KILL_SECONDS = 0.5
+"""The time that a killed process gets to end."""
 
 
 def folder() -> Path:
@@ -72,12 +80,12 @@ class Devices:
         self._ticket: Path | None = None
         self._locks: list[Lock] = []
         """That of the ticket, or those of the devices."""
-        self._held: list[str] = []
+        self.held: list[str] = []
         self._looked_at = 0.0
 
     @property
     def are_held(self) -> bool:
-        return bool(self._held)
+        return bool(self.held)
 
     def take(self) -> bool:
         """Look whether this run is first in line and enough devices are free; take them if so."""
@@ -92,9 +100,9 @@ class Devices:
             for other in _tickets(self.folder)
             if other["file"] < ticket.name and not set(other["devices"]).isdisjoint(self.names)
         ]
-        gpus = _gpus(self.names) if self.kind == "cuda" else {}
-        free = [name for name in self.names if not before and not (name in gpus and gpus[name].users)]
-        ids = {name: gpus[name].uuid if name in gpus else f"{self.kind}-{name}" for name in free}
+        uuids, users = _in_use(self.names) if self.kind == "cuda" else ({}, {})
+        free = [name for name in self.names if not before and not users.get(name)]
+        ids = {name: uuids.get(name, f"{self.kind}-{name}") for name in free}
         taken: dict[str, Lock] = {}
         for name, device in ids.items():
             if len(taken) < self.count and (lock := Lock(self.folder / f"{device}.lock")).take():
@@ -102,13 +110,13 @@ class Devices:
         if len(taken) == self.count:
             ticket.unlink()
             self.close()
-            self._held, self._locks = list(taken), list(taken.values())
+            self.held, self._locks = list(taken), list(taken.values())
             return True
         for lock in taken.values():
             lock.close()
         if is_new:
-            users = [f"{name}: {user}" for name, gpu in gpus.items() for user in gpu.users]
-            words = "; ".join([*before, *users]) or "other runs have them"
+            others = [f"{name}: {user}" for name, found in users.items() for user in found]
+            words = "; ".join([*before, *others]) or "other runs have them"
             log.info("waiting for %d of %s %s (%s)", self.count, self.kind, ", ".join(self.names), words)
         return False
 
@@ -120,7 +128,7 @@ class Devices:
         per_node = place.local_world_size * self.each
         visible = KINDS[self.kind].visible
         assert visible is not None
-        return {visible: ",".join(self._held[place.node * per_node : (place.node + 1) * per_node])}
+        return {visible: ",".join(self.held[place.node * per_node : (place.node + 1) * per_node])}
 
     def close(self) -> None:
         """Close the locks: in a forked process its copies, in the agent they end with that."""
@@ -153,58 +161,68 @@ def _tickets(tickets: Path) -> list[dict[str, Any]]:
     return living
 
 
-# NVIDIA's driver
+# NVIDIA's devices
 
 
-@dataclass(frozen=True)
-class _Gpu:
-    uuid: str
-    users: list[str]
-    """Processes of others that compute on it, in words."""
+def _in_use(names: list[str]) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """By name: the UUIDs of devices, and the processes of other users on them, in words."""
+    from jobkit.supervisor.gpus import opened  # a list of runs needs no driver
+
+    with opened(names) as gpus:
+        return {name: gpu.uuid for name, gpu in gpus.items()}, {name: gpu.users for name, gpu in gpus.items()}
 
 
-def _gpus(names: list[str]) -> dict[str, _Gpu]:
-    """CUDA's devices by the names that CUDA_VISIBLE_DEVICES takes: numbers, UUIDs, beginnings of UUIDs.
+@dataclass(frozen=True, kw_only=True)
+class Word:
+    """What NVIDIA's driver says about devices after a failure, as `cuda:3 on node7: 2 uncorrected ECC errors`."""
 
-    CUDA numbers devices by speed unless CUDA_DEVICE_ORDER=PCI_BUS_ID; the driver by the bus. With one model both agree;
-    with several a number is left out, as is a part of a device (MIG).
+    health: str = ""
+    """Of the devices that are not well; empty if all are."""
+    is_sick: bool = False
+    """True if a device is lost, or its health has changed since the watch began."""
+    memory: str = ""
+    """The processes of other jobs that have memory of the devices."""
+
+
+class HealthWatch:
+    """A process that looks at NVIDIA devices now, and again when it is asked.
+
+    A call into a broken driver may never return, and an agent has one thread. The first look comes before the failure:
+    errors are counted since the driver was loaded, and only new ones belong to this attempt.
+
+    watch = HealthWatch(["0", "1"])   # by the names in CUDA_VISIBLE_DEVICES
+    watch.ask()                       # Word(health="cuda:1 on node7: row remap pending", is_sick=True)
+    watch.close()
     """
-    import pynvml
 
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:  # its library is part of the driver
-        return {}
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        uuids = [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
-        is_in_order = (
-            os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len(set(map(pynvml.nvmlDeviceGetName, handles))) == 1
-        )
-        gpus = {}
-        for name in names:
-            matching = [index for index, uuid in enumerate(uuids) if uuid.startswith(name)]
-            if name.isdigit() and is_in_order and int(name) < len(uuids):
-                matching = [int(name)]
-            if len(matching) == 1:
-                pids = [item.pid for item in pynvml.nvmlDeviceGetComputeRunningProcesses(handles[matching[0]])]
-                users = [f"process {pid} of {owner}" for pid in pids if (owner := _other_owner(pid)) is not None]
-                gpus[name] = _Gpu(uuids[matching[0]], users)
-        return gpus
-    finally:
-        pynvml.nvmlShutdown()
+    def __init__(self, names: list[str]) -> None:
+        words = start.words("jobkit.supervisor.gpus", *names)
+        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ask(self, seconds: float = ANSWER_SECONDS) -> Word | None:
+        """Return the driver's word, once; None if it gives none in time."""
+        try:
+            answer, _ = self._process.communicate(b"\n", timeout=seconds)
+            return Word(**json.loads(answer))
+        except (subprocess.TimeoutExpired, ValueError):
+            return None
+
+    def close(self) -> bool:
+        """End the process; return False if it stays, within a call of a broken driver."""
+        self._process.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(KILL_SECONDS)
+        return self._process.returncode is not None
 
 
-def _other_owner(pid: int) -> str | None:
-    """The owner of a process that is not this user's; this user's runs have locks, and other programs are the user's
-    own choice."""
-    try:
-        uid = Path(f"/proc/{pid}").stat().st_uid
-    except FileNotFoundError:
-        return "another container"
-    if uid == os.geteuid():
-        return None
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"user {uid}"
+def watched(config: Config, devices: Devices | None) -> list[str]:
+    """Return the NVIDIA devices of the ranks of an agent, by the names in CUDA_VISIBLE_DEVICES."""
+    kind, names = visible_devices(config.device) if devices is None else (devices.kind, devices.held)
+    return list(names or ()) if kind == "cuda" and config.resources.devices_per_rank else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -25,7 +24,7 @@ Make = Callable[..., Devices]
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(devices, "LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(devices, "_gpus", lambda names: {})
+    monkeypatch.setattr(devices, "_in_use", lambda names: ({}, {}))
     made = []
 
     def of_run(name: str, count: int, visible: str = "4,5,6", nodes: int = 1) -> Devices:
@@ -104,19 +103,14 @@ def test_simulated_nodes_divide_the_devices(make: Make) -> None:
 
 
 def test_a_device_on_which_another_user_computes_is_not_free(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus = {"4": devices._Gpu("GPU-a", ["process 1 of eve"]), "5": devices._Gpu("GPU-b", [])}
-    monkeypatch.setattr(devices, "_gpus", lambda names: gpus)
+    users = {"4": ["process 1 of eve"], "5": []}
+    monkeypatch.setattr(devices, "_in_use", lambda names: ({"4": "GPU-a", "5": "GPU-b"}, users))
     held = make("a", 1)
     assert held.take()
     assert visible(held) == "5"
     other = make("b", 1, "GPU-b")
-    monkeypatch.setattr(devices, "_gpus", lambda names: {"GPU-b": gpus["5"]})
+    monkeypatch.setattr(devices, "_in_use", lambda names: ({"GPU-b": "GPU-b"}, {"GPU-b": []}))
     assert not other.take(), "a number and a UUID are one device"
-
-
-def test_own_processes_do_not_make_a_device_busy() -> None:
-    assert devices._other_owner(os.getpid()) is None
-    assert devices._other_owner(2**22 + 1) is not None
 
 
 def test_a_run_on_the_cpu_waits_for_nothing(tmp_path: Path) -> None:
