@@ -86,6 +86,14 @@ class Exited:
     """Steps it had done, by its page; -1 if it never said."""
     in_step: bool = False
     """True if it was in a step, by its page, and had not recorded its end: something called exit."""
+    device: str = ""
+    """The NVIDIA devices of the node's ranks that are not well, by the driver, as `cuda:3 on node7: 2 uncorrected ECC
+    errors, row remap pending`. It and the next two fields come with the node's first failure of an attempt."""
+    device_is_sick: bool = False
+    """True if one of them is lost, or its health has changed since the ranks started."""
+    device_memory: str = ""
+    """Processes of other jobs that have memory of these devices, as `cuda:3 on node7: process 4711 of alice has 12.3
+    GiB`; for an error that is about memory."""
 
     @property
     def is_done(self) -> bool:

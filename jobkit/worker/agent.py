@@ -155,6 +155,7 @@ class Agent:
                 break
             self.children.add(place.rank, pid, page, Watch(silence, not self.config.command, time.monotonic()))
         self._signals.pages = self.children.pages
+        self.children.watch_devices(devices.watched(self.config, self.devices))
         return None
 
     def _become(self, place: RankPlace, start: Start, page: Page, memory: Mapping[str, str]) -> Callable[[], NoReturn]:

@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jobkit import mirror
+from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE
 from jobkit.run.slots import Page, Phase
+from jobkit.supervisor.devices import HealthWatch, Word
 from jobkit.supervisor.diagnosis import OF_A_STOP
 from jobkit.supervisor.protocol import Exited, Signal, Silent
 from jobkit.supervisor.watchdog import Watch
@@ -65,14 +67,23 @@ class Children:
         """Of all ranks of the attempt: the process ids of their first processes."""
         self._all_finished = True
         self._looked_at = 0.0
+        self._health: HealthWatch | None = None
+        """Of the attempt's devices, until a rank fails."""
 
     def begin(self, attempt: int) -> None:
         """Forget the last attempt, of which nothing is left."""
+        self._end_health_watch()  # a rank that is forked would inherit its pipes
         self.attempt, self._sessions, self._all_finished = attempt, set(), True
 
     def add(self, rank: int, pid: int, page: Page, watch: Watch) -> None:
         self._alive[pid] = Child(rank, pid, page, watch, kernel_oom_kills())
         self._sessions.add(pid)
+
+    def watch_devices(self, names: list[str]) -> None:
+        """Watch NVIDIA devices, by the names in CUDA_VISIBLE_DEVICES, until a rank fails."""
+        if names:
+            self._health = HealthWatch(names)
+            self.others[self._health.pid] = None
 
     @property
     def ranks(self) -> list[int]:
@@ -128,6 +139,7 @@ class Children:
         beat = child.page.read()
         child.page.close()
         assert self.attempt is not None and child.code is not None
+        word = Word() if child.code in (EXIT_FINISHED, EXIT_RESUMABLE) else self._device_word()
         return Exited(
             serial=serial,
             attempt=self.attempt,
@@ -136,7 +148,21 @@ class Children:
             out_of_memory=child.code != 0 and kernel_oom_kills() > child.oom_kills,
             step=beat.step if beat.attempt == self.attempt else -1,
             in_step=beat.attempt == self.attempt and beat.phase is Phase.STEPPING,
+            device=word.health,
+            device_is_sick=word.is_sick,
+            device_memory=word.memory,
         )
+
+    def _device_word(self) -> Word:
+        """The driver's word after the first failure here; the others of the attempt follow from that."""
+        word = None if self._health is None else self._health.ask()
+        self._end_health_watch()
+        return word or Word()
+
+    def _end_health_watch(self) -> None:
+        if self._health is not None and self._health.close():
+            del self.others[self._health.pid]
+        self._health = None
 
     def is_gone(self) -> bool:
         """True once nothing of the attempt is left; kill what ranks have left behind, unless all have finished.

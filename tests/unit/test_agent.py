@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 import yaml
+from harness.nvml import Nvml, gpu
 from harness.runs import wait_until
 from submitit.core.utils import DelayedSubmission
 
@@ -216,6 +217,50 @@ def test_a_rank_dies_and_lives_again(make: Make) -> None:
     supervisor.send(Leave())
     assert supervisor.agent.wait(SECONDS) == 0
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)  # noqa: PTH110
+
+
+def test_the_first_failure_brings_the_word_of_its_device(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvml = Nvml(tmp_path, gpu(), gpu(), gpu(ecc=7))
+    for name, value in {**nvml.environment, "XDG_STATE_HOME": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    supervisor = make(device="cuda", resources={"tasks_per_node": 2, "gpus_per_task": 1})
+    supervisor.expect(Ready)
+    words = [("cuda:1 on node7: 1 uncorrected ECC error", is_sick) for is_sick in (True, False)]
+    for attempt, expected in enumerate(words, 1):  # after the second death the device says nothing new
+        supervisor.start(attempt, 2)
+        nvml.wait_for_look(1)
+        nvml.write(gpu(), gpu(ecc=1), gpu(ecc=7))  # the last one is not this run's
+        os.kill(supervisor.pid(1), signal.SIGKILL)
+        exited = supervisor.expect(Exited)
+        assert (exited.rank, exited.device, exited.device_is_sick) == (1, *expected)
+        supervisor.send(Signal(attempt=attempt, name="KILL"))
+        assert supervisor.expect(Exited).device == ""
+        supervisor.expect(Ready)
+    supervisor.start(3, 2)
+    supervisor.pid(1)
+    supervisor.send(Signal(attempt=3, name="STOP"))
+    assert {(item.code, item.device) for item in supervisor.ends(2).values()} == {(75, "")}
+    supervisor.send(Leave())
+    assert supervisor.agent.wait(SECONDS) == 0
+
+
+def test_a_driver_that_hangs_delays_no_other_attempt(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvml = Nvml(tmp_path, gpu())
+    for name, value in {**nvml.environment, "XDG_STATE_HOME": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    supervisor = make(device="cuda", resources={"tasks_per_node": 1, "gpus_per_task": 1})
+    supervisor.expect(Ready)
+    supervisor.start(1, 1)
+    nvml.wait_for_look(0)
+    nvml.write(gpu(ecc=1, hangs=8))
+    os.kill(supervisor.pid(0), signal.SIGKILL)
+    exited = supervisor.expect(Exited)
+    assert (exited.code, exited.device) == (-signal.SIGKILL, "")
+    supervisor.expect(Ready)
 
 
 def test_ranks_finish_with_a_result_and_the_port_is_free_for_them(make: Make) -> None:
