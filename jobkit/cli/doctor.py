@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 SHORT_SECONDS = 60
 """A shorter grace may not be enough for a big model's checkpoint."""
 
+DRIVER_SECONDS = 10.0
+"""The driver of many devices takes seconds to start, if nobody uses them."""
+
 COMMENT = "jobkit:doctor:1:000000"
 
 
@@ -121,11 +124,21 @@ def _runs_dir(runs_dir: Path) -> Iterator[Check]:
 def _machine() -> Iterator[Check]:
     from jobkit.addresses import own_addresses
     from jobkit.run.machine import visible_devices
+    from jobkit.supervisor.devices import HealthWatch
 
     kind, devices = visible_devices("auto")
     addresses = ", ".join(own_addresses(2))
     cores = len(os.sched_getaffinity(0))
     yield Check("ok", f"{len(devices or ())} {kind} device(s), {cores} core(s), {addresses} here")
+    if kind == "cuda" and devices:
+        watch = HealthWatch(devices)
+        word = watch.ask(DRIVER_SECONDS)
+        watch.close()
+        if word is None:
+            yield Check("problem", f"NVIDIA's driver gave no answer in {DRIVER_SECONDS:.0f} s", "`dmesg` may say why")
+        elif word.health:
+            advice = "see `nvidia-smi -q`; a reset ends a pending remap, not a failed one"
+            yield Check("problem" if word.is_sick else "warning", word.health, advice)
 
 
 def _container(container: ContainerConfig, runs_dir: Path) -> Iterator[Check]:

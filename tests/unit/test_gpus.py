@@ -15,6 +15,7 @@ import pynvml
 import pytest
 from harness.nvml import Nvml, answers, gpu
 
+from jobkit.cli.main import main
 from jobkit.run.schema import Config, Resources
 from jobkit.supervisor import gpus
 from jobkit.supervisor.devices import HealthWatch, Word, watched
@@ -155,3 +156,20 @@ def test_an_agent_on_slurm_watches_the_devices_of_its_step(
 ) -> None:
     config = Config(name="a", device=device, resources=Resources(tasks_per_node=2, gpus_per_task=each))
     assert watched(config, None) == names
+
+
+@pytest.mark.parametrize(
+    ("now", "code", "state"),
+    [
+        pytest.param(WELL, 0, "", id="well"),
+        pytest.param(OLD, 0, "warning cuda:1 on node7: 1 uncorrected ECC error, row remap pending", id="warning"),
+        pytest.param(GONE, 1, "problem cuda:1 on node7: not seen by the driver", id="problem"),
+    ],
+)
+def test_doctor_says_it(
+    nvml: Nvml, capsys: pytest.CaptureFixture[str], now: dict[str, Any], code: int, state: str
+) -> None:
+    nvml.write(WELL, now)
+    assert main(["doctor", "--local"]) == code
+    lines = [line for line in capsys.readouterr().out.splitlines() if "on node7" in line]
+    assert [line.startswith(state) for line in lines] == [True] * bool(state)
