@@ -137,7 +137,8 @@ def diagnose(facts: Facts, traces: Traces, began: Began, *, command: bool = Fals
         return Verdict(cause=facts.word, error="the batch script was killed" if facts.word == "killed" else None)
     if deaths:
         verdict = _death(*facts.exits[deaths[0]], facts=facts, failed=failed, began=began, traces=traces)
-        return replace(verdict, final=verdict.final or (command and facts.exits[deaths[0]][0].code in NOT_FOUND))
+        is_final = verdict.final or (command and facts.exits[deaths[0]][0].code in NOT_FOUND)
+        return replace(_with_devices(verdict, facts), final=is_final)
     if facts.launch_error:
         is_final = facts.launch_is_final
         return Verdict(cause="crashed" if is_final else "node_failure", error=facts.launch_error, final=is_final)
@@ -195,6 +196,17 @@ def _death(
         signature=f"exit code {exited.code} of rank {exited.rank}",
         **_place(exited, node, facts),
     )
+
+
+def _with_devices(verdict: Verdict, facts: Facts) -> Verdict:
+    """Add the word of the devices. A sick one is the cause, wherever a rank failed first."""
+    for exited, node in facts.exits:
+        if exited.device_is_sick:
+            error = f"{verdict.error}; {exited.device}"
+            return replace(verdict, node=node, error=error, nature="hardware", evidence=exited.device)
+    ours = [exited for exited, node in facts.exits if node == verdict.node]
+    words = [exited.device_memory if verdict.cause == "out_of_memory" else exited.device for exited in ours]
+    return replace(verdict, error="; ".join(filter(None, [verdict.error, *words])))
 
 
 def _place(exited: Exited, node: str, facts: Facts) -> dict[str, Any]:

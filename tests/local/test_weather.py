@@ -29,7 +29,7 @@ def fine(seen_once: Callable[..., tuple[Launch, Any]]) -> Any:
     return seen_once("fine-weather", train_in_fine_weather)[1]
 
 
-@pytest.mark.parametrize("kind", ["write", "connection in a worker"])
+@pytest.mark.parametrize("kind", ["write", "read in a worker"])
 def test_an_outage_of_150_seconds_is_waited_for(project: Project, fine: Any, kind: str) -> None:
     """Of a thirtieth of that at least, and of four deaths."""
     kind, _, where = kind.partition(" ")
@@ -73,7 +73,7 @@ def test_an_outage_that_does_not_end_interrupts_the_run_and_the_same_command_con
 
 def test_a_typo_at_the_step_of_a_checkpoint_fails_with_the_reason(project: Project) -> None:
     project.write("weather", json.dumps({"kind": "typo"}))
-    done = project.jobkit("submit", str(with_task(project).yaml), "--local", check=False)
+    done = project.jobkit("submit", str(with_task(project).yaml), "--local", "retry.patience=20s", check=False)
     launch = project.only_run()
     assert done.returncode == EXIT_FAILED and [end.step for end in launch.ends] == [100, 100, 100]
     newest, older = (end.first_step for end in launch.ends[1:])

@@ -240,6 +240,20 @@ def test_what_makes_deaths_alike_and_what_speaks_against_a_node(
     assert (evidence or "") in (found.evidence or "") and bool(evidence) == bool(found.evidence)
 
 
+def test_a_sick_device_is_the_cause_wherever_a_rank_failed_first() -> None:
+    sick = Exited(serial=9, attempt=2, rank=3, code=-9, device="cuda:0 on n2: row remap pending", device_is_sick=True)
+    found = verdict(Facts(exits=[*exits((1, 1)), (sick, "n2")]), [failed(1)])
+    assert (found.node, found.nature, found.evidence) == ("n2", "hardware", sick.device)
+    assert found.error == "rank 1: ValueError: no; cuda:0 on n2: row remap pending"
+
+
+def test_what_a_device_says_is_shown_where_it_may_be_the_reason() -> None:
+    facts = {"device": "cuda:0 on n1: 2 uncorrected ECC errors", "device_memory": "cuda:0 on n1: process 7 of alice"}
+    for end, words in ((failed(1), facts["device"]), (failed(1, out_of_memory="GPU"), facts["device_memory"])):
+        found = verdict(Facts(exits=exits((1, 1), **facts)), [end])
+        assert str(found.error).endswith(f"; {words}") and found.evidence is None, "errors of another day are none"
+
+
 def test_a_death_without_an_end_has_the_step_of_its_page() -> None:
     assert verdict(Facts(exits=exits((1, -9), step=7))).step == 7
     assert verdict(Facts(exits=exits((1, 4), step=-1))).step is None
