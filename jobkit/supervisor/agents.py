@@ -1,6 +1,6 @@
 """The supervisor's agents: one TCP port, one connection a node, and the state of each agent.
 
-    agent --Hello, Ready, Exited, Signalled, Silent--> Agents.wait() --> [(agent, message)] --> loop.py
+    agent --Hello, NotReady, Ready, Exited, Signalled, Silent--> Agents.wait() --> [(agent, message)] --> loop.py
           <--Welcome, Start, Signal, Ack, Leave------- Agents.send()
 
 supervisor.json (the Contact) says where the port is. loop.py does everything here in its main thread; other threads
@@ -31,6 +31,7 @@ from jobkit.supervisor.protocol import (
     Leave,
     Lines,
     Message,
+    NotReady,
     Ready,
     Signalled,
     Start,
@@ -86,6 +87,10 @@ class Agent:
     """When its connection closed, by the monotonic clock."""
     port: int | None = None
     """For a rendezvous; None while it cannot start ranks."""
+    why: str = ""
+    """Its occupation while it is not ready, if it said so."""
+    silent_seconds: float = 0.0
+    """Since its last message; without the time in which nobody listened, as while this process waited for a disk."""
     is_signalled: bool = False
     pressed: int = 0
     """The last order to its ranks: a Pressure of running.py."""
@@ -155,7 +160,11 @@ class Agents:
         closed = [agent.closed_at for agent in self.by_node.values() if agent.connection is None]
         if closed:
             seconds = min(seconds, min(closed) + CALL_AGAIN_SECONDS - time.monotonic())
-        for key, _ in self._selector.select(max(0.0, seconds)):
+        began = time.monotonic()
+        events = self._selector.select(max(0.0, seconds))
+        for agent in self.by_node.values():
+            agent.silent_seconds += min(max(0.0, seconds), time.monotonic() - began)
+        for key, _ in events:
             if key.fileobj is self._listener:
                 self._accept()
             elif key.fileobj is self._woken:
@@ -287,11 +296,14 @@ class Agents:
         agent = connection.agent
         if agent is None:
             return
+        agent.silent_seconds = 0.0
         match message:
             case Hello():
                 agent.pressed = 0  # it may have missed a signal
+            case NotReady():
+                agent.why = message.why
             case Ready():
-                agent.port = message.port
+                agent.port, agent.why = message.port, ""
             case Exited():
                 agent.to_acknowledge.add(message.serial)
             case Signalled():

@@ -6,6 +6,7 @@ loop.py --> Allocation (this machine: one agent, which simulates the nodes and h
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -29,6 +30,13 @@ if TYPE_CHECKING:
 
 MOST_TRIES = 3
 """How often an agent is started on a node before one attempt."""
+
+AGENT_SECONDS, IMAGE_SECONDS = 120.0, 1800.0
+"""How long an agent may take until it calls, without and with a container. With a busy controller srun waits for its
+step. The first start on a node may fetch and unpack an image of tens of gigabytes."""
+
+KILLED_SECONDS = 5.0
+"""How long a killed process is waited for: a call of the kernel that waits for a disk may never return."""
 
 MARGIN_SECONDS = 90.0
 """How long before the time limit ranks are told to stop: a fifth of the limit, but at most this."""
@@ -89,9 +97,14 @@ class Allocation:
         self.container = None if container is None or container.is_none else container
         self.attempt_seconds = math.inf if attempt_seconds is None else attempt_seconds
         """The time limit of each attempt, where no scheduler keeps one for the job."""
+        self.patience = AGENT_SECONDS if self.container is None else IMAGE_SECONDS
         self._agent: subprocess.Popen[bytes] | None = None
-        self._code = 0
-        """The exit code of the last agent, or the negative of the signal that killed it."""
+        self._began = 0.0
+        """When it was started."""
+        self._how = ""
+        """How the last agent ended, before it was ready."""
+        self._silence = ""
+        """Why an agent that lives is given up."""
         self._log = run.job_log
         """The agent's words."""
         self._agents_started = 0
@@ -102,8 +115,9 @@ class Allocation:
 
     def start_agents(self, nodes: Sequence[str], attempt: int) -> None:
         """Start agents on those nodes for which no start is under way. srun's words are logged with the attempt."""
-        if self._agent is None and self._agents_started < MOST_TRIES:
+        if self._agent is None and not self._silence and self._agents_started < MOST_TRIES:
             self._agents_started += 1
+            self._began = time.monotonic()
             self._log = self.run.agent_log(attempt, LOCAL)
             self._log.parent.mkdir(parents=True, exist_ok=True)
             with self._log.open("ab") as log:
@@ -120,26 +134,38 @@ class Allocation:
         """Return why agents that did not say Hello yet will not come; None while they may."""
         code = self._agent.poll() if self._agent is not None else None
         if code is not None:
-            self._agent, self._code = None, code
+            self._agent, self._how = None, _end_of(code)
+        elif self._agent is not None and time.monotonic() - self._began > self.patience:
+            said = last_words(self._log)
+            self.give_up(LOCAL, f"the agent did not call in {self.patience:g} s{f': {said}' if said else ''}")
+            self.lost(LOCAL)
         if code == container.EXIT_UNFIT:
             return LaunchFailure(words=last_words(self._log) or "the container is not fit", final=True)
+        if self._silence:
+            words, self._silence, self._agents_started = self._silence, "", 0
+            return LaunchFailure(words=words)
         if self._agent is not None or self._agents_started < MOST_TRIES:
-            return None  # it may wait for devices for days
+            return None
         self._agents_started = 0
-        how = f"exit code {self._code}" if self._code >= 0 else f"signal {-self._code}"
-        words = f"{MOST_TRIES} agents ended before they were ready: {last_words(self._log) or how}"
-        return LaunchFailure(words=words, final=True)
+        said = " / ".join(filter(None, [self._how, last_words(self._log)]))
+        return LaunchFailure(words=f"{MOST_TRIES} agents ended before they were ready: {said}", final=True)
 
     def launched(self) -> None:
         """All agents that were wanted are ready: the next start of agents is the first try again."""
         self._agents_started = 0
 
-    def lost(self, node: str) -> None:
-        """The agent of a node is gone."""
+    def give_up(self, node: str, why: str) -> None:
+        """Wait no longer for the agent of a node; `lost` follows. Each is an attempt that could not begin."""
+        self._silence = why
+
+    def lost(self, node: str, why: str = "") -> None:
+        """The agent of a node is gone; `why` is the reason why it was not ready, where it was not."""
         if self._agent is not None:
             # The agent may be stopped. A container's runtime is its parent, in the same process group.
             os.killpg(self._agent.pid, signal.SIGKILL)
-            self._code = self._agent.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._agent.wait(KILLED_SECONDS)
+            self._how = ": ".join(filter(None, [why, _end_of(self._agent.returncode)]))
             self._agent = None
 
     def look(self) -> Look | None:
@@ -153,3 +179,8 @@ class Allocation:
     def again(self, tenure: Tenure, decision: Decision, lost: Collection[str]) -> None:
         """Put the run into the queue again, as the decision says. `lost`: nodes that this start of the job has lost."""
         raise AssertionError(f"this machine has no queue: {decision}")
+
+
+def _end_of(code: int | None) -> str:
+    """Return how a process ended, in words; None is one that does not."""
+    return "it does not end" if code is None else f"exit code {code}" if code >= 0 else f"signal {-code}"

@@ -221,7 +221,7 @@ class Supervisor:
             self.running.note(agent, news, time.monotonic())
         if isinstance(news, Lost):
             log.warning("the agent on %s is gone (%s)", agent.node, news.why)
-            self.allocation.lost(agent.node)
+            self.allocation.lost(agent.node, agent.why)
 
     def _ask_slurm(self) -> None:
         """Ask Slurm now, and more often for a while."""

@@ -3,6 +3,7 @@
     supervisor                                  agent (one a node)
                <--- Hello(secret, node, ...)    connects; again, after the supervisor was killed and started anew
       Welcome ---->
+               <--- NotReady(why)               before each import; each second while it looks for free devices
                <--- Ready(port)                 imports are done, or the last ranks and all they started are gone
       Start(attempt, ranks) ---->               forks the ranks
                <--- Exited(rank, code), Signalled(signal), Silent(rank)
@@ -69,6 +70,13 @@ class Ready:
     """The agent can start ranks. `port` is free for the rendezvous of the next attempt, if rank 0 is here."""
 
     port: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotReady:
+    """The agent lives and cannot start ranks yet: `why` is its occupation, as in `it imports sklearn`."""
+
+    why: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,11 +180,11 @@ class Leave:
     """End: kill the ranks that are left, and exit."""
 
 
-Message = Hello | Ready | Exited | Signalled | Silent | NotStarted | Welcome | Start | Ack | Signal | Leave
+Message = Hello | NotReady | Ready | Exited | Signalled | Silent | NotStarted | Welcome | Start | Ack | Signal | Leave
 
 KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
-    for kind in (Hello, Ready, Exited, Signalled, Silent, NotStarted, Welcome, Start, Ack, Signal, Leave)
+    for kind in (Hello, NotReady, Ready, Exited, Signalled, Silent, NotStarted, Welcome, Start, Ack, Signal, Leave)
 }
 
 

@@ -6,6 +6,7 @@ look         --> scontrol show job, slurmd of lost nodes --> Look
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import subprocess
@@ -21,15 +22,14 @@ from jobkit.run.rundir import RunDir
 from jobkit.run.schema import Config
 from jobkit.slurm import commands, jobs, nodes
 from jobkit.supervisor import container, requeue
-from jobkit.supervisor.allocation import MOST_TRIES, Allocation, LaunchFailure, Look, margin_of
+from jobkit.supervisor.allocation import KILLED_SECONDS, MOST_TRIES, Allocation, LaunchFailure, Look, margin_of
 from jobkit.supervisor.diagnosis import last_words
 from jobkit.supervisor.placement import Placement
 from jobkit.supervisor.retry import Decision, Room
 from jobkit.supervisor.tenure import Me, NotRunnable, Tenure, way_back
 
-AGENT_SECONDS, IMAGE_SECONDS = 120.0, 1800.0
-"""How long srun may take to start agents, and to start agents in a container. With a busy controller srun waits for its
-step. The first start on a node may fetch and unpack an image of tens of gigabytes."""
+NO_CODE = -1
+"""Stands for srun's exit code where a node fails without one. Alone it is to blame then, also in a job of one node."""
 
 QUICK_SECONDS = 10.0
 """How long a question may take whose answer is useful and not needed."""
@@ -72,15 +72,14 @@ class SlurmAllocation(Allocation):
         super().__init__(run, container=config.container)
         self.me, self.resources = me, config.resources
         self.srun_arguments = srun_arguments
-        self._patience = AGENT_SECONDS if self.container is None else IMAGE_SECONDS
         self._names = nodes.expand(os.environ["SLURM_JOB_NODELIST"])
         self._steps: list[Step] = []
         self._tries: dict[str, int] = {}
         """How often agents were started on nodes that are wanted, until all of them are ready."""
         self._failed: dict[str, tuple[int, str]] = {}
         """Nodes on which no agent came: exit code and words."""
-        self._suspects: set[str] = set()
-        """Nodes whose agent is gone."""
+        self._suspects: dict[str, str] = {}
+        """Nodes whose agent is gone, and why it was not ready, where it was not."""
 
     def nodes(self) -> list[str]:
         return self._names
@@ -112,7 +111,7 @@ class SlurmAllocation(Allocation):
                 stderr=said,
                 start_new_session=True,  # it outlives this process: its step goes on under the next supervisor
             )
-        self._suspects.difference_update(nodes)
+        self._suspects = {name: why for name, why in self._suspects.items() if name not in nodes}
         self._tries.update({node: self._tries.get(node, 0) + 1 for node in nodes})
         self._steps.append(Step(srun, list(nodes), attempt, log, begin, time.monotonic(), is_single))
 
@@ -155,9 +154,10 @@ class SlurmAllocation(Allocation):
         now = time.monotonic()
         for step in list(self._steps):
             late = [node for node in step.nodes if node in missing and node not in self._failed]
-            if late and step.srun.poll() is None and now - step.began > self._patience:
+            if late and step.srun.poll() is None and now - step.began > self.patience:
                 step.srun.kill()
-                step.srun.wait()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    step.srun.wait(KILLED_SECONDS)
             if not late or step.srun.poll() is None:
                 continue
             step.ended = min(step.ended, now)
@@ -167,24 +167,26 @@ class SlurmAllocation(Allocation):
             self._forget(late)
             for node in late:
                 if step.is_single or is_clear or self._tries.get(node, 0) >= MOST_TRIES:
+                    why = f"no agent called in {self.patience:g} s" if now - step.began > self.patience else ""
                     said = self._words_of_agent(step.attempt, node)
-                    self._fail(node, step.srun.returncode, " / ".join(filter(None, [step.words(), said])))
+                    self._fail(node, step.srun.returncode, " / ".join(filter(None, [why, step.words(), said])))
                 else:
                     self._start([node], step.attempt, is_single=True)
         for node in set(missing) & look.down - set(self._failed):
-            self._failed[node] = -1, "Slurm calls the node down"
+            self.give_up(node, "Slurm calls the node down")
         if not self._failed or not set(missing).issubset(self._failed):
             return None
         failed = {node: self._failed.pop(node) for node in missing}
         self._forget(failed)
         has_others = any(step.nodes for step in self._steps)
-        are_alike = len({code for code, _ in failed.values()}) == 1
+        codes = {code for code, _ in failed.values()}
+        is_one_node = len(failed) == 1 and codes == {NO_CODE}
         of_words: dict[str, list[str]] = {}
         for node, (_, said) in sorted(failed.items()):
             of_words.setdefault(said, []).append(node)
         words = "; ".join(f"{', '.join(names)}: {said}" for said, names in of_words.items())
-        if are_alike and not has_others:
-            is_unfit = {code for code, _ in failed.values()} == {container.EXIT_UNFIT}
+        if len(codes) == 1 and not has_others and not is_one_node:
+            is_unfit = codes == {container.EXIT_UNFIT}
             return LaunchFailure(words=words, final=is_unfit or self._are_arguments_refused())
         return LaunchFailure(words=words, nodes=frozenset(failed))
 
@@ -212,14 +214,17 @@ class SlurmAllocation(Allocation):
         """Return an agent's last line; srun names its log after the host, which may have another name than the node."""
         log = self.run.agent_log(attempt, node)
         logs = [log] if is_there(log) else sorted(log.parent.glob("agent_*.log"), key=lambda file: file.stat().st_mtime)
-        return last_words(logs[-1]) if logs else ""
+        return " / ".join(filter(None, [self._suspects.get(node), last_words(logs[-1]) if logs else ""]))
 
     def launched(self) -> None:
         self._tries.clear()
         self._failed.clear()
 
-    def lost(self, node: str) -> None:
-        self._suspects.add(node)
+    def give_up(self, node: str, why: str) -> None:
+        self._failed[node] = NO_CODE, why
+
+    def lost(self, node: str, why: str = "") -> None:
+        self._suspects[node] = why
         self._forget([node])
 
     def _forget(self, nodes: Collection[str]) -> None:

@@ -19,6 +19,10 @@ from jobkit.supervisor.placement import Placement, nodes_to_use
 from jobkit.supervisor.protocol import LOCAL, RankPlace, Start
 from jobkit.supervisor.tenure import Tenure
 
+READY_SECONDS = 1200.0
+"""How long an agent that is not ready may say nothing. An import may take 15 min (worker/preload.py): then the agent
+ends by itself, unless it is in a call of the kernel that does not return."""
+
 
 class CannotStart(Exception):
     """No attempt can begin: the node to blame, or a failure that is no node's."""
@@ -67,6 +71,8 @@ class Starter:
 
         Starts the agents that are missing. Raises CannotStart.
         """
+        if self._gives_up_silent():
+            return []
         placement, by_node = self.placement, self.agents.by_node
         ready = [node for node, agent in by_node.items() if agent.is_ready]
         self.used = placement.choose(self.used, self.tenure.config.resources.nodes, ready)
@@ -94,6 +100,20 @@ class Starter:
             return []
         self.allocation.launched()
         return self.used
+
+    def _gives_up_silent(self) -> bool:
+        """Give up agents that do not become ready; return whether there are any: then the news of it come first."""
+        agents = [self.agents.by_node[node] for node in self.used if node in self.agents.by_node]
+        silent = {
+            agent.node: agent for agent in agents if not agent.is_ready and agent.silent_seconds > READY_SECONDS / 2
+        }
+        if all(agent.silent_seconds < READY_SECONDS for agent in silent.values()):
+            return False
+        for node, agent in silent.items():  # all together: where all hang, no node is to blame
+            why = agent.why or "processes of the last attempt do not end"
+            self.allocation.give_up(node, f"its agent is not ready, and silent for {READY_SECONDS / 60:g} min: {why}")
+            self.agents.lose(node)
+        return True
 
     @property
     def _has_trained(self) -> bool:

@@ -32,6 +32,7 @@ from jobkit.supervisor.protocol import (
     Exited,
     Hello,
     Leave,
+    NotReady,
     NotStarted,
     RankPlace,
     Ready,
@@ -91,7 +92,8 @@ class Agent:
         So a rank runs at the top of the program, and ends as any program does.
         """
         self.link.connect(self._hello())
-        self.cannot_fork = import_for_ranks(self.run, self.config)
+        self.cannot_fork = import_for_ranks(self.run, self.config, self._explain)
+        self._explain("its imports are done")
         if self.hello.node == LOCAL:
             self._kill_left_behind()
         is_dismissed = False
@@ -192,12 +194,16 @@ class Agent:
         if self._ready is not None or not self.children.is_gone():
             return
         if self.devices is not None and not self.devices.are_held and not self.devices.take():
+            self._explain("it looks for free devices")  # each time: it may do so for days, and a driver may hang
             return
         if self._reservation is not None:
             self._reservation.close()
         self._reservation = Reservation()  # another port each time: late ranks of a lost node know the last one
         self._ready = Ready(port=self._reservation.port)
         self.link.tell(self._ready)
+
+    def _explain(self, why: str) -> None:
+        self.link.tell(NotReady(why=why))
 
     def _kill_left_behind(self) -> None:
         """Kill what the ranks of an earlier agent of this job have started: the kernel has killed those ranks with it.

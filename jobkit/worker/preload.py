@@ -12,6 +12,7 @@ import importlib
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from jobkit.log import log
@@ -35,13 +36,17 @@ DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/davinci")
 """Files that a process opens when it touches a device."""
 
 
-def import_for_ranks(run: RunDir, config: Config) -> str:
-    """Import the modules of ranks before the fork; return the reason against a fork, or an empty text."""
+def import_for_ranks(run: RunDir, config: Config, say: Callable[[str], None] = lambda words: None) -> str:
+    """Import the modules of ranks before the fork; return the reason against a fork, or an empty text.
+
+    `say` is told before each import that may take long: nobody can tell afterwards if it hangs.
+    """
     # numpy's OpenBLAS starts its threads when it is imported; ranks have as many cores as they were given.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("OMP_NUM_THREADS", str(config.resources.cpus_per_task))
     faulthandler.dump_traceback_later(IMPORT_SECONDS, exit=True)
     gc.disable()  # what an import makes stays: to look through it while it grows takes a tenth of the time
+    say("it imports jobkit and torch")
     has_torch = bool(config.task) and not os.environ.get(PLAIN_RANKS)
     for name in (*MODULES, *(MODULES_OF_TASKS if has_torch else ())):
         importlib.import_module(name)
@@ -51,6 +56,7 @@ def import_for_ranks(run: RunDir, config: Config) -> str:
     before = list(sys.path)
     snapshot_path.use(run.code.resolve(), Path.cwd())
     for name in config.preload:
+        say(f"it imports {name}")
         try:
             importlib.import_module(name)
         except (Exception, SystemExit):  # each rank imports it again, and its End tells of the error

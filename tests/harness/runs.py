@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -107,6 +108,15 @@ class Project:
         file = self.folder / name
         file.write_text(text, encoding="utf-8")
         return file
+
+    def begin_with(self, module: str, lines: str) -> None:
+        """Let each process of a program of jobkit's, as `jobkit.supervisor.main`, begin with lines of Python."""
+        folder = self.folder / "site"
+        folder.mkdir(exist_ok=True)
+        with (folder / "sitecustomize.py").open("a", encoding="utf-8") as file:
+            file.write(f"import sys\nif {module!r} in sys.orig_argv:\n{textwrap.indent(lines, '    ')}\n")
+        paths = [str(folder), *self.environment.get("PYTHONPATH", "").split(os.pathsep)]
+        self.environment["PYTHONPATH"] = os.pathsep.join(filter(None, dict.fromkeys(paths)))
 
     def _options(self) -> dict[str, Any]:
         options = {"cwd": self.folder, "env": self.environment, "stdin": subprocess.DEVNULL, "text": True}

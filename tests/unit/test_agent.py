@@ -20,6 +20,7 @@ from jobkit import start
 from jobkit.run import records
 from jobkit.run.records import Contact, Lease
 from jobkit.run.rundir import RunDir
+from jobkit.supervisor.devices import Devices
 from jobkit.supervisor.protocol import (
     Ack,
     Exited,
@@ -27,6 +28,7 @@ from jobkit.supervisor.protocol import (
     Leave,
     Lines,
     Message,
+    NotReady,
     NotStarted,
     RankPlace,
     Ready,
@@ -260,6 +262,20 @@ def test_a_driver_that_hangs_delays_no_other_attempt(
     os.kill(supervisor.pid(0), signal.SIGKILL)
     exited = supervisor.expect(Exited)
     assert (exited.code, exited.device) == (-signal.SIGKILL, "")
+    supervisor.expect(Ready)
+
+
+def test_an_agent_says_why_it_is_not_ready(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before each import, and again and again while another run has the device."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    holder = Devices(RunDir(tmp_path / "holder"), "cuda", ["7"], 1, each=1)
+    assert holder.take()
+    supervisor = make(device="cuda", resources={"gpus_per_task": 1}, preload=["this"])
+    said = [supervisor.expect(NotReady).why for _ in range(3)]
+    assert said == ["it imports jobkit and torch", "it imports this", "its imports are done"]
+    assert {supervisor.expect(NotReady).why for _ in range(3)} == {"it looks for free devices"}
+    holder.close()
     supervisor.expect(Ready)
 
 

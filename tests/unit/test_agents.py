@@ -1,4 +1,4 @@
-"""The supervisor's side of its agents, over real sockets: secrets, repeated words, calls again, losses."""
+"""The supervisor's side of its agents, over real sockets: secrets, repeated words, calls again, losses, silence."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness.journals import make_run, submitted
 
+from jobkit.run.journal import Journal
 from jobkit.run.rundir import RunDir
+from jobkit.run.schema import Config, Resources
 from jobkit.supervisor import agents as module
 from jobkit.supervisor.agents import Agents, Lost
+from jobkit.supervisor.allocation import Allocation, Look
 from jobkit.supervisor.protocol import (
     Ack,
     Exited,
@@ -19,6 +23,7 @@ from jobkit.supervisor.protocol import (
     Leave,
     Lines,
     Message,
+    NotReady,
     RankPlace,
     Ready,
     Signal,
@@ -27,6 +32,8 @@ from jobkit.supervisor.protocol import (
     Welcome,
     encode,
 )
+from jobkit.supervisor.starter import READY_SECONDS, Starter
+from jobkit.supervisor.tenure import Me, Tenure
 
 PLACES = [RankPlace(rank=0, local_rank=0, local_world_size=1, node=0)]
 
@@ -232,3 +239,67 @@ def test_an_agent_that_starts_ranks_is_not_ready_for_others(agents: Agents, run:
     agents.send(agent, Start(attempt=1, ranks=PLACES, world_size=1, nodes=1, master_addr="127.0.0.1", master_port=4))
     assert not agent.is_ready and not agent.pressed
     assert agents.address_of("node1") == "127.0.0.1"
+
+
+def test_silence_counts_while_somebody_listens(agents: Agents, run: RunDir) -> None:
+    caller = call(agents, run)
+    agent = agents.by_node["node1"]
+    for why in ("it imports sklearn", "it looks for free devices"):
+        agents.wait(0.05)
+        assert agent.silent_seconds > 0
+        caller.say(NotReady(why=why))
+        news_of(agents)
+        assert (agent.why, agent.silent_seconds, agent.is_ready) == (why, 0.0, False)
+        time.sleep(0.1)  # as while the journal waits for its disk
+        agents.wait(0.0)
+        assert agent.silent_seconds == 0
+    caller.say(Ready(port=4))
+    news_of(agents)
+    assert (agent.why, agent.is_ready) == ("", True)
+
+
+LATE, ALMOST = READY_SECONDS + 1, READY_SECONDS - 1
+
+
+class Nodes(Allocation):
+    """Three nodes, of which the last is a spare."""
+
+    given_up: dict[str, str]
+
+    def nodes(self) -> list[str]:
+        return ["node1", "node2", "node3"]
+
+    def give_up(self, node: str, why: str) -> None:
+        self.given_up[node] = why
+
+
+@pytest.mark.parametrize(
+    ("silences", "is_first_ready", "given_up"),
+    [
+        ([ALMOST, ALMOST, LATE], False, set()),  # a spare is not waited for
+        ([ALMOST, LATE, 0], False, {"node1", "node2"}),  # in the same minute: it is no node's fault
+        ([10, LATE, 0], False, {"node2"}),  # a new one
+        ([LATE, LATE, 0], True, {"node2"}),  # one that is ready has nothing to say
+    ],
+)
+def test_silent_agents_are_given_up(
+    tmp_path: Path, silences: list[float], is_first_ready: bool, given_up: set[str]
+) -> None:
+    run = make_run(tmp_path / "runs", "toy-11f5f19c", submitted("slurm"))
+    config = Config(name="toy", task="m:f", resources=Resources(nodes=2))
+
+    tenure = Tenure(run=run, config=config, me=Me(job_id="7", token="t"), journal=Journal(run))
+    agents, allocation = Agents(run, "7", writer="w", host="127.0.0.1"), Nodes(run)
+    allocation.given_up = {}
+    starter = Starter(tenure, allocation, agents)
+    callers = {node: call(agents, run, node) for node in allocation.nodes()}
+    if is_first_ready:
+        callers["node1"].say(Ready(port=4))
+        news_of(agents)
+    assert starter.ready(Look(asked=0.0)) == []
+    for agent, seconds in zip(agents.by_node.values(), silences, strict=True):
+        agent.silent_seconds = seconds
+    assert starter.ready(Look(asked=0.0)) == []
+    assert set(allocation.given_up) == given_up == set(callers) - set(agents.by_node)
+    assert all("do not end" in why for why in allocation.given_up.values())
+    agents.close()

@@ -64,3 +64,26 @@ def test_an_attempt_begins_in_place_where_time_is_left(allocation: SlurmAllocati
         look = Look(asked=0.0, ends=time.monotonic() + seconds, margin=90.0)
         room = allocation.room(None, look, placement)  # type: ignore[arg-type]
         assert room.in_place(frozenset()) == is_enough
+
+
+@pytest.mark.parametrize(
+    ("silent", "others", "blamed"),
+    [
+        ({"node1"}, {"node3"}, {"node1"}),
+        ({"node1"}, set(), {"node1"}),  # a job of one node
+        ({"node1", "node3"}, set(), set()),  # where all hang it is no node
+    ],
+)
+def test_a_node_whose_agent_is_given_up_is_to_blame(
+    allocation: SlurmAllocation, silent: set[str], others: set[str], blamed: set[str]
+) -> None:
+    for node in sorted(others):
+        allocation.start_agents([node], 1)
+    for node in silent:
+        allocation.give_up(node, "silent")
+        allocation.lost(node)
+    allocation.start_agents(sorted(silent), 1)  # none: each has failed
+    failure = allocation.launch_failure(silent, Look(asked=time.monotonic()))
+    assert failure is not None
+    assert (failure.nodes, failure.final, len(allocation._steps)) == (blamed, False, len(others))
+    assert "silent" in failure.words
