@@ -8,6 +8,7 @@ a person that ends a run without a supervisor, as `cancel` of a queued one, tell
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from jobkit.run.machine import clean_environment
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Status
 from jobkit.slurm.commands import without_options
+from jobkit.supervisor.allocation import KILLED_SECONDS
 
 SECONDS = 60.0
 """How long the command may take."""
@@ -62,7 +64,8 @@ def tell(run: RunDir, token: str, before: Status) -> None:
     except subprocess.TimeoutExpired:
         log.warning("the command of --notify was killed after %g s", SECONDS)
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(KILLED_SECONDS)
 
 
 def variables(run: RunDir, status: Status) -> dict[str, str]:

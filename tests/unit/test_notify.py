@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
+from harness.dead_mount import dead_mount
 from harness.journals import TOKEN, began, ended, make_run, submitted
 from harness.runs import is_alive, wait_until
 
@@ -54,6 +56,17 @@ def test_a_command_that_hangs_is_killed_with_its_children(
     notify.tell(run, TOKEN, before)
     child = int((tmp_path / "child").read_text())
     wait_until(lambda: not is_alive(child), "the end of the child")
+
+
+def test_a_command_that_cannot_be_killed_holds_nothing_up(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notify, "SECONDS", 1.0)
+    before = read_status(run)
+    Journal(run).append(ended("stopped", "stop"))
+    with dead_mount() as folder:
+        notify.keep(run, f"exec cat {folder}/file")
+        telling = threading.Thread(target=notify.tell, args=(run, TOKEN, before), daemon=True)
+        telling.start()
+        wait_until(lambda: not telling.is_alive(), "the end of the call")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
