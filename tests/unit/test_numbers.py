@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -67,6 +68,13 @@ def test_a_number_of_a_page_is_the_codes(promise: str) -> None:
     page, pattern, value = PROMISES[promise]
     (text,) = re.findall(pattern, (DOCS / f"{page}.md").read_text(encoding="utf-8"))
     assert value() == pytest.approx(number(text))
+
+
+def test_the_waits_of_the_internals_are_the_codes() -> None:
+    waits = re.findall(r"(\d+ s) \(`([\w.]+)\.([A-Z_]+)`\)", (DOCS / "internals.md").read_text(encoding="utf-8"))
+    assert len(waits) > 20
+    for text, module, name in waits:
+        assert getattr(importlib.import_module(f"jobkit.{module}"), name) == number(text), name
 
 
 def test_ranks_whose_job_is_dead_are_told_to_save_within_the_time_of_the_guarantees() -> None:
