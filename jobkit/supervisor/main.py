@@ -19,6 +19,7 @@ from jobkit.supervisor import chain, notify
 from jobkit.supervisor.allocation import Allocation
 from jobkit.supervisor.attempt import take_over
 from jobkit.supervisor.loop import DISK_SECONDS, Supervisor, once_there_is_room
+from jobkit.supervisor.protocol import LOCAL
 from jobkit.supervisor.tenure import Me, NotRunnable
 
 
@@ -71,5 +72,7 @@ def _run(run: RunDir, me: Me, scheduler: str, srun_arguments: Sequence[str], sig
     except LostLease as error:
         log.warning("%s", error)
         code = EXIT_RESUMABLE
+    if not supervisor.agents.by_node:
+        allocation.lost(LOCAL)  # an agent here that has not called cannot be told to leave
     supervisor.agents.close()  # not after another exception: the next supervisor takes the agents over
     return code

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from harness.dead_mount import dead_mount
-from harness.runs import Project, is_alive
+from harness.runs import Project, is_alive, wait_until
 
 LIMITS = """\
 from jobkit.supervisor import allocation, starter
@@ -52,6 +52,16 @@ def test_an_agent_that_hangs_is_given_up(project: Project) -> None:
     assert "did not call" in first and "hangs" in second
     agents = starts(project)
     assert len(agents) == 3 and not any(is_alive(pid) for pid in agents[:2])
+
+
+def test_a_cancel_ends_an_agent_that_has_not_called(project: Project) -> None:
+    counts = STARTS.format(file=str(project.folder / "starts"))
+    project.begin_with("jobkit.worker.agent", f"{counts}time.sleep(1e6)")
+    launch = project.submit("--local", "--detach", steps=5)
+    (agent,) = wait_until(lambda: (project.folder / "starts").exists() and starts(project), "an agent")
+    project.jobkit("cancel", launch.run.name, "-y")
+    assert launch.wait_until_over().status.state == "cancelled"
+    wait_until(lambda: not is_alive(agent), "the end of the agent")
 
 
 @pytest.fixture
