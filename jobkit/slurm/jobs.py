@@ -16,7 +16,7 @@ from functools import cache
 from typing import Literal
 
 from jobkit.errors import SchedulerError, SchedulerTimeout
-from jobkit.slurm.commands import ANSWER_SECONDS, EVEN_HIDDEN, fields, is_away, run
+from jobkit.slurm.commands import ANSWER_SECONDS, EVEN_HIDDEN, config, fields, is_away, run
 
 StopCause = Literal["preempted", "cancelled", "timeout", "node_failure", "out_of_memory", "killed"]
 """`preempted` includes every requeue that jobkit did not ask for; `killed`: the batch script was killed."""
@@ -279,6 +279,19 @@ def cancel(*job_ids: str) -> None:
 def exclude_nodes(job_id: str, nodes: str) -> None:
     """Replace the list of nodes that a job may not get, the user's included; Slurm takes it after the requeue only."""
     run("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={nodes}")
+
+
+def begin_later(job_id: str, seconds: float) -> None:
+    """Let a job that was requeued begin so many seconds from now, at the earliest.
+
+    Slurm itself lets it wait until the credentials of its last start have expired, from the end of its processes on.
+    Slurm 22.05 forgets that wait for a StartTime, an earlier one too; so none is set that may be earlier.
+    """
+    settings = config()
+    expire = re.search(r"cred_expire=(\d+)", settings.get("AuthInfo", ""))
+    own = float(expire[1] if expire else 120) + float(settings.get("KillWait", "30 sec").split()[0])
+    if seconds > own:
+        run("scontrol", "update", f"JobId={job_id}", f"StartTime=now+{seconds:.0f}")
 
 
 def depend(job_id: str, others: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
 """How a Slurm job gets into the queue again: requeued as the same job, or followed by another one.
 
-    Decision(requeue)   -> scontrol requeue, then ExcNodeList and Dependency
+    Decision(requeue)   -> scontrol requeue, then ExcNodeList, StartTime and Dependency
     Decision(successor) -> Submitted(new token) -> sbatch of the same script, afterany:JOB, --comment=token
 
 The supervisor calls `start_again`, and so does an agent that has closed the attempt of a supervisor that is gone. The
@@ -66,9 +66,11 @@ def start_again(
                 return
             fewer = None if job is None or is_queued else _fewer_nodes(journal, config, job, lost)
             if not is_queued and (is_refused or fewer is not None):
-                _submit_successor(me, journal, job, fewer, after)
+                _submit_successor(me, journal, job, fewer, after, decision.pause)
             elif is_queued or jobs.requeue(me.job_id, me.restart):
                 _exclude(journal, me, job)
+                if decision.pause:
+                    jobs.begin_later(me.job_id, decision.pause)
                 if after:
                     jobs.depend(me.job_id, after)
             else:
@@ -123,8 +125,10 @@ def _fewer_nodes(journal: Journal, config: Config, job: Job, lost: Collection[st
     return fewer if usable < asked and 0 < fewer < asked else None
 
 
-def _submit_successor(me: Me, journal: Journal, job: Job | None, count: int | None, after: Sequence[str]) -> None:
-    """Queue the run's batch script again, to start when this job has ended."""
+def _submit_successor(
+    me: Me, journal: Journal, job: Job | None, count: int | None, after: Sequence[str], later: float
+) -> None:
+    """Queue the run's batch script again, to start when this job has ended, and `later` seconds from now."""
     run, submitted = journal.run, journal.status.submitted
     assert submitted is not None
     with run.submit_lock() as lock:
@@ -145,6 +149,8 @@ def _submit_successor(me: Me, journal: Journal, job: Job | None, count: int | No
             options.append(f"--exclude={','.join(_excluded(journal, job, ()))}")
         if count is not None:
             options.append(f"--nodes={count}")
+        if later:
+            options.append(f"--begin=now+{later:.0f}")
         # sbatch inherits the lock: if this process is killed, nobody submits the run before sbatch has ended.
         commands.submit(str(run.batch_script), *options, environment=clean_environment(), pass_fds=lock.inheritable())
     log.info("%s: a new job follows this one: %s", run.name, token)

@@ -73,8 +73,11 @@ def test_a_job_goes_through_the_queue(
     assert jobs.requeue(held)
     assert cause(held) == "preempted"  # for a process of its first start
     assert jobs.requeue(held)  # again: it is in the queue
+    asked = controller_time()
+    jobs.begin_later(held, 200.0)  # while its processes end
     wait_for(held, "PENDING")
-    assert shown(held).restarts == 1
+    again = shown(held)
+    assert again.restarts == 1 and again.start is not None and again.start >= asked + 199
     jobs.cancel(held)
     assert shown(held).state == "CANCELLED"
     jobs.cancel(held, "99999999")  # gone is gone

@@ -39,6 +39,7 @@ class Slurm:
         monkeypatch.setattr(requeue.jobs, "controller_time", lambda: NOW)
         monkeypatch.setattr(requeue.jobs, "requeue", lambda *a: self.answer("requeue", True, journals=True))
         monkeypatch.setattr(requeue.jobs, "exclude_nodes", lambda job_id, names: self.said.append(f"exclude {names}"))
+        monkeypatch.setattr(requeue.jobs, "begin_later", lambda job_id, s: self.said.append(f"begin in {s:g} s"))
         monkeypatch.setattr(requeue.jobs, "queue", lambda: self.queue)
         monkeypatch.setattr(requeue.nodes, "usable_nodes", lambda partition: self.usable)
         monkeypatch.setattr(requeue.nodes, "expand", lambda names: [name for name in names.split(",") if name])
@@ -74,15 +75,30 @@ def journal(tmp_path: Path) -> Journal:
     return journal
 
 
-def start_again(journal: Journal, action: str, lost: tuple[str, ...] = ()) -> None:
+def start_again(journal: Journal, action: str, lost: tuple[str, ...] = (), later: float = 0.0) -> None:
     config = Config(name="toy", task="t:f", resources=Resources(nodes=2, spares=1))
     me = Me(job_id="7", token="jobkit:toy:1:abc", job=JOB)
-    requeue.start_again(me, journal, config, Decision(action=action, reason=""), lost)  # type: ignore[arg-type]
+    decision = Decision(action=action, reason="", pause=later)  # type: ignore[arg-type]
+    requeue.start_again(me, journal, config, decision, lost)
 
 
 def test_the_same_job_again(slurm: Slurm, journal: Journal) -> None:
     start_again(journal, "requeue")
     assert slurm.said == ["requeue"]
+
+
+@pytest.mark.parametrize(
+    ("action", "said"),
+    [
+        ("requeue", ["requeue", "begin in 290 s"]),
+        ("successor", ["sbatch --dependency=afterany:7 --begin=now+290"]),
+    ],
+)
+def test_the_rest_of_a_pause_is_waited_for_in_the_queue(
+    slurm: Slurm, journal: Journal, action: str, said: list[str]
+) -> None:
+    start_again(journal, action, later=290.0)
+    assert slurm.said == said
 
 
 def test_a_controller_that_is_away_is_waited_for(slurm: Slurm, journal: Journal) -> None:

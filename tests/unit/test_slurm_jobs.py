@@ -243,6 +243,25 @@ def test_a_process_of_an_earlier_start_does_not_requeue_the_new_one(monkeypatch:
     assert jobs.requeue("9", restarts=0) and controller.requeues == []
 
 
+@pytest.mark.parametrize(
+    ("config", "seconds", "told"),
+    [
+        ({"AuthInfo": "socket=/run/munge,cred_expire=20", "KillWait": "30 sec"}, 51.0, "StartTime=now+51"),
+        ({"AuthInfo": "socket=/run/munge,cred_expire=20", "KillWait": "30 sec"}, 50.0, None),
+        ({"AuthInfo": "(null)"}, 290.4, "StartTime=now+290"),
+        ({"AuthInfo": "(null)"}, 140.0, None),
+    ],
+)
+def test_a_requeued_job_never_begins_before_slurms_own_wait(
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, str], seconds: float, told: str | None
+) -> None:
+    said: list[tuple[str, ...]] = []
+    monkeypatch.setattr(jobs, "config", lambda: config)
+    monkeypatch.setattr(jobs, "run", lambda *command: said.append(command))
+    jobs.begin_later("9", seconds)
+    assert said == ([] if told is None else [("scontrol", "update", "JobId=9", told)])
+
+
 def test_a_refused_requeue_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     controller = Controller(RUNNING, refusal="Requested operation is presently disabled for job 9")
     monkeypatch.setattr(jobs, "run", controller.run)
