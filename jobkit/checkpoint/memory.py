@@ -214,7 +214,7 @@ class Snapshots:
         """In the thread: checksums, the neighbour's copy, and last the record."""
         if staged.ready is not None:
             staged.ready.synchronize()
-        info = sums_of(staged)
+        info = sums_of(staged.header, staged.data.numpy().data)
         memory = memoryview(slot.memory(0))
         end = RECORD + staged.nbytes + len(staged.header)
         memory[RECORD + staged.nbytes : end] = staged.header

@@ -53,15 +53,19 @@ def write_shard(file: Path, staged: Staged) -> ShardInfo:
     """Write a shard, and return when the disk has it. Raises OSError."""
     if staged.ready is not None:
         staged.ready.synchronize()
-    info = sums_of(staged)
-    data = staged.data.numpy().data
+    return write_parts(file, staged.header, staged.data.numpy().data)
+
+
+def write_parts(file: Path, head: bytes, data: memoryview) -> ShardInfo:
+    """Write a shard from its header and its data, and return when the disk has it. Raises OSError."""
+    info = sums_of(head, data)
     try:
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o666)
     except OSError:  # tmpfs before Linux 6.6 and some network file systems have no O_DIRECT
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        header = mmap.mmap(-1, len(staged.header))  # page-aligned, as O_DIRECT asks for
-        header[:] = staged.header
+        header = mmap.mmap(-1, len(head))  # page-aligned, as O_DIRECT asks for
+        header[:] = head
         _write_all(descriptor, memoryview(header))
         whole = len(data) // PAGE * PAGE
         for begin in range(0, whole, BLOCK):
@@ -80,12 +84,10 @@ def _write_all(descriptor: int, data: memoryview) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-def sums_of(staged: Staged) -> ShardInfo:
+def sums_of(header: bytes, data: memoryview) -> ShardInfo:
     """Return the facts of a shard that is in memory."""
-    data = staged.data.numpy().data
     blocks = tuple(xxhash.xxh3_64_hexdigest(data[begin : begin + BLOCK]) for begin in range(0, len(data), BLOCK))
-    size = len(staged.header) + len(data)
-    return ShardInfo(size, len(staged.header), xxhash.xxh3_64_hexdigest(staged.header), blocks)
+    return ShardInfo(len(header) + len(data), len(header), xxhash.xxh3_64_hexdigest(header), blocks)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,9 @@ from torch import nn
 
 from jobkit.checkpoint.checkpointer import Checkpointer
 from jobkit.checkpoint.live import Entry
+from jobkit.checkpoint.salvage import save_newest
 from jobkit.checkpoint.staging import Place
+from jobkit.checkpoint.store import Store
 from jobkit.group import RankGroup
 
 STRIDE = int(os.environ.get("JOBKIT_KILL_STRIDE", "9"))
@@ -110,3 +112,27 @@ def test_a_kill_within_a_snapshot(tmp_path: Path) -> None:
             os.close(slot)
         at += STRIDE
     assert at > 50
+
+
+def test_a_kill_while_a_snapshot_becomes_a_checkpoint(tmp_path: Path) -> None:
+    base, slots = tmp_path / "base", (os.memfd_create("first"), os.memfd_create("second"))
+    first = make(base, 1, slots)
+    for step in (1, 2):
+        first.write(first.stage(step, entries(state(step)), {}), wait=True)
+    first.snapshot(3, entries(state(3)), {}, 0)
+    first.snapshots.wait()
+    first.close()
+
+    def save(folder: Path) -> None:
+        store = Store(folder, "1.memory")
+        assert save_newest(slots, RankGroup.alone(), store, keep=2, check_lease=lambda: None) == 3
+
+    at, is_over = 1, False
+    while not is_over:
+        folder = tmp_path / f"killed-{at}"
+        shutil.copytree(base, folder, symlinks=True)
+        is_over = run_and_die(lambda folder=folder: save(folder), at)  # type: ignore[misc]
+        check(make(folder, 2), (3,) if is_over else (2, 3))
+        shutil.rmtree(folder)
+        at += STRIDE
+    assert at > 100
