@@ -128,7 +128,7 @@ class Page:
 
 
 class Kept:
-    """The memory that an agent keeps for its ranks from attempt to attempt, by local rank."""
+    """The memory that an agent keeps from attempt to attempt for each of its ranks: its first, its second ..."""
 
     def __init__(self, *, with_slots: bool) -> None:
         self._with_slots = with_slots
@@ -137,27 +137,31 @@ class Kept:
         self._before: dict[int, Page] = {}
         self._world_size = 0
 
-    def environment(self, local_rank: int, page: Page, world_size: int) -> dict[str, str]:
-        """Return the variables of a rank that is about to be forked, whose page this is."""
+    def environment(self, number: int, page: Page, world_size: int) -> dict[str, str]:
+        """Return the variables of the agent's rank `number`, which is about to be forked, and whose page this is."""
         if world_size != self._world_size:  # sums over other ranks have other bits
             for kept in (*self._last.values(), *self._before.values()):
                 kept.close()
             self._world_size, self._last, self._before = world_size, {}, {}
-        if (last := self._last.pop(local_rank, None)) is not None:
+        if (last := self._last.pop(number, None)) is not None:
             over: Page | None = last
             if last.read().step >= 0:  # an attempt that came to no step has nothing to compare with
-                over, self._before[local_rank] = self._before.get(local_rank), last
+                over, self._before[number] = self._before.get(number), last
             if over is not None:
                 over.close()
-        self._last[local_rank] = Page(os.dup(page.descriptor))
-        variables = {}
-        if local_rank in self._before:
-            variables[BEFORE_VARIABLE] = str(_inheritable(self._before[local_rank].descriptor))
-        if self._with_slots:
-            if local_rank not in self._slots:
-                self._slots[local_rank] = os.memfd_create("jobkit-slot"), os.memfd_create("jobkit-slot")
-            variables[SLOTS_VARIABLE] = ",".join(str(_inheritable(slot)) for slot in self._slots[local_rank])
+        self._last[number] = Page(os.dup(page.descriptor))
+        variables = self.slots(number)
+        if number in self._before:
+            variables[BEFORE_VARIABLE] = str(_inheritable(self._before[number].descriptor))
         return variables
+
+    def slots(self, number: int) -> dict[str, str]:
+        """Return the variable of the slots of the agent's rank `number`; nothing where snapshots are off."""
+        if not self._with_slots:
+            return {}
+        if number not in self._slots:
+            self._slots[number] = os.memfd_create("jobkit-slot"), os.memfd_create("jobkit-slot")
+        return {SLOTS_VARIABLE: ",".join(str(_inheritable(slot)) for slot in self._slots[number])}
 
 
 def _inheritable(descriptor: int) -> int:

@@ -137,9 +137,9 @@ class Agent:
         self.alone.note_start(start)
         self._ready = None
         agent, silence = os.getpid(), silence_of(self.config.watchdog)
-        for place in start.ranks:
+        for number, place in enumerate(start.ranks):
             page = Page.create()
-            memory = self._kept.environment(place.local_rank, page, start.world_size)
+            memory = self._kept.environment(number, page, start.world_size)
             if self.link.keeps(Signalled):  # Start was sent before the supervisor heard of the signal
                 page.ask_to_stop()
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the child's belong to its own handlers
