@@ -150,8 +150,8 @@ def _in_numbers(resources: Resources, room: int | None) -> Resources:
     return dataclasses.replace(resources, tasks_per_node=tasks, gpus_per_task=each)
 
 
-_OF_THE_USER = ("JOBKIT_RUNS", "JOBKIT_CONFIG")
-"""Variables that a person sets; the other JOBKIT_ ones belong to a rank or a job."""
+_OF_THE_USER = ("JOBKIT_RUNS", "JOBKIT_CONFIG", "JOBKIT_TEST_PAUSE")
+"""Variables that a person, or a test, sets; the other JOBKIT_ ones belong to a rank or a job."""
 
 
 def clean_environment() -> dict[str, str]:

@@ -117,6 +117,14 @@ def pause(tenure: Tenure) -> float:
     return min(ended.next_at - ended.time, ended.next_at - time.time())
 
 
+def unsaved_step(tenure: Tenure) -> int | None:
+    """Return the step of the newest snapshot that this job's agents may have; None where a checkpoint is as new."""
+    ends = [attempt.ended for attempt in tenure.journal.status.attempts if tenure.me.began(attempt)]
+    steps = [ended.snapshot_step for ended in ends if ended is not None and ended.snapshot_step is not None]
+    newest, durable = max(steps, default=-1), tenure.run.durable_step()
+    return newest if newest > (-1 if durable is None else durable) else None
+
+
 def close(tenure: Tenure, facts: Facts, room: Room) -> Decision:
     """Journal the end of the open attempt, and return the next step. Harmless to call twice. Raises LostLease.
 

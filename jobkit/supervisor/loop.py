@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE
@@ -46,6 +46,13 @@ FULL_DISK_SECONDS = 300.0
 
 ANSWER_SECONDS = 10.0
 """How long a decision about lost nodes waits for Slurm's word."""
+
+LONG_PAUSE_SECONDS = 45.0
+"""At the start of a pause of 60 s, a part of which is over, the newest snapshot is written to the disk."""
+
+SALVAGE_SECONDS, READY_SECONDS = 300.0, 10.0
+"""How long that may take where nothing stops the job: 100 GB to a slow disk. And how long it waits for agents, which
+have to see the end of all that the last ranks have started."""
 
 ORDERS: dict[Pressure, tuple[SignalName, bool]] = {
     Pressure.STOP: ("STOP", False),
@@ -119,6 +126,8 @@ class Supervisor:
                 self._turn()
             decision = self._close(running)
             if decision.action != "in_place":
+                if not running.alive:
+                    self._salvage()
                 code = self._leave(decision)
                 while running.alive:  # they save in the KillWait that Slurm leaves them; it ends this process too
                     self._turn()
@@ -145,9 +154,7 @@ class Supervisor:
 
         Such an attempt is closed at once: its reason belongs in the journal.
         """
-        until = time.monotonic() + attempts.pause(self.tenure)
-        while time.monotonic() < until and self._reason() is None:
-            self._turn(until)
+        self._pause()
         nodes: list[str] = []
         problem = None
         if self.starter.misses_agents:
@@ -159,6 +166,8 @@ class Supervisor:
                 problem = error.problem
             if not nodes and problem is None:
                 self._turn()
+        if not nodes:  # now: once the reason is in the journal, somebody may submit the run again
+            self._salvage()
         used = nodes or self.starter.used
         ranks = sum(map(len, self.starter.places(used).values()))
         names = [] if used == [LOCAL] else used
@@ -187,6 +196,54 @@ class Supervisor:
             number, alive, lambda: frozenset(int(file.stem) for file in folder.glob("*.json") if file.stem.isdigit())
         )
         return self.running
+
+    # Between attempts
+
+    def _pause(self) -> None:
+        """Wait until the next attempt may begin, or until there is a reason to stop."""
+        seconds = attempts.pause(self.tenure)
+        until = time.monotonic() + seconds
+        if seconds >= LONG_PAUSE_SECONDS:
+            self._salvage()
+        while time.monotonic() < until and self._reason() is None:
+            before = self._signalled_at
+            self._turn(until)
+            if self._signalled_at > before:  # a controller that is busy may not say why before the agents are killed
+                self._salvage()
+
+    def _salvage(self) -> None:
+        """Let the agents write the newest snapshot in their memory to the disk, unless a checkpoint is as new.
+
+        Ranks of the last attempt's number do it, which run no program of the user's. If they fail, or are killed
+        meanwhile, the older checkpoint stays.
+        """
+        step, stop, last = attempts.unsaved_step(self.tenure), self._reason(), self.running
+        attempt = self.tenure.journal.status.attempt
+        if step is None or attempt is None or (stop is not None and stop.end <= time.monotonic()):
+            return
+        until, by_node = time.monotonic() + READY_SECONDS, self.agents.by_node
+        names = [node for node in self.starter.names if node not in self.starter.lost]
+        while True:
+            nodes = [node for node in names if node in by_node and by_node[node].is_ready]
+            if nodes == names or time.monotonic() >= until:
+                break
+            self._turn(until)
+        messages = self.starter.messages(attempt.number, nodes, math.inf) if nodes else {}
+        alive = {place.rank: node for node, message in messages.items() for place in message.ranks}
+        running = self.running = Running(attempt.number, alive, lambda: frozenset())
+        if last is not None:  # the time that Slurm leaves counts from its signal
+            running.signalled, running.signalled_at = last.signalled, last.signalled_at
+        now = time.monotonic()
+        running.ask("stopped", "", now, end=now + SALVAGE_SECONDS)  # they ignore it, but for its end
+        for node, message in messages.items():
+            self.agents.send(by_node[node], replace(message, salvage=True))
+        while running.alive:
+            self._turn()
+        self.running = last
+        self.agents.acknowledge_exits()
+        done = [exited for exited, _ in running.facts.exits if exited.is_done]
+        if not alive or len(done) < len(alive):
+            log.warning("the snapshot of step %d was not saved: logs/%d may say why", step, attempt.number)
 
     # While ranks live
 

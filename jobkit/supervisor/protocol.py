@@ -158,6 +158,8 @@ class Start:
     master_port: int
     time_left: float | None = None
     """Seconds until the job's time limit: an agent without a supervisor stops its ranks in time by itself."""
+    salvage: bool = False
+    """True for ranks that only write the newest snapshot in the agents' memory to the disk (worker/salvage.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)

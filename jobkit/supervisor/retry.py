@@ -14,6 +14,7 @@ It prefers, in this order: the same nodes, a spare, fewer nodes (`min_nodes`), t
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -169,7 +170,7 @@ def _pause(tries: Tries, retry: RetryConfig) -> float:
         pauses = COMMAND_PAUSES if tries.is_silent else PAUSES
         seconds = pauses[min(max(len(tries.deaths) - 1, 0), len(pauses) - 1)]
     spread = zlib.crc32(tries.last.began.token.encode()) / 2**32
-    return seconds * _scale(retry) * (1 + SPREAD * spread)
+    return seconds * _scale(retry) * (1 + SPREAD * spread) * float(os.environ.get("JOBKIT_TEST_PAUSE", 1))
 
 
 def _scale(retry: RetryConfig) -> float:

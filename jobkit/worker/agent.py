@@ -48,6 +48,7 @@ from jobkit.worker.link import Link
 from jobkit.worker.preload import import_for_ranks
 from jobkit.worker.processes import has_variables, with_variables
 from jobkit.worker.rendezvous import Reservation, environment_of
+from jobkit.worker.salvage import run_salvage
 from jobkit.worker.signals import STOP_SIGNALS, AgentSignals
 
 LOOK_SECONDS = 1.0
@@ -139,7 +140,10 @@ class Agent:
         agent, silence = os.getpid(), silence_of(self.config.watchdog)
         for number, place in enumerate(start.ranks):
             page = Page.create()
-            memory = self._kept.environment(number, page, start.world_size)
+            if start.salvage:
+                memory = self._kept.slots(number)
+            else:
+                memory = self._kept.environment(number, page, start.world_size)
             if self.link.keeps(Signalled):  # Start was sent before the supervisor heard of the signal
                 page.ask_to_stop()
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the child's belong to its own handlers
@@ -170,8 +174,8 @@ class Agent:
         become_rank(self.run, place, start, page, environment)
         run = self.run
         if self.cannot_fork:
-            start_anew(run)
-        return lambda: run_rank_program(run)
+            start_anew(run, "jobkit.worker.salvage" if start.salvage else "jobkit.worker.forked")
+        return lambda: run_salvage(run) if start.salvage else run_rank_program(run)
 
     def let_go(self) -> None:
         """Close the agent's sockets and files: a supervisor must see its death, and nobody else may keep its locks."""

@@ -54,8 +54,9 @@ def become_rank(run: RunDir, place: RankPlace, attempt: Start, page: Page, envir
     os.set_inheritable(page.descriptor, True)  # for the program of a `command:`
     os.environ.clear()
     os.environ.update({**environment, VARIABLE: str(page.descriptor)})
-    for number in (signal.SIGCHLD, *STOP_SIGNALS):
-        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN if attempt.salvage else signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
@@ -81,9 +82,9 @@ def run_rank_program(run: RunDir) -> NoReturn:
     run_and_end(program)
 
 
-def start_anew(run: RunDir) -> NoReturn:
+def start_anew(run: RunDir, module: str) -> NoReturn:
     """Run the rank in a new Python: threads or devices of the agent's imports would be broken in a fork."""
-    words = start.words("jobkit.worker.forked", str(run.path))
+    words = start.words(module, str(run.path))
     os.execv(words[0], words)
 
 

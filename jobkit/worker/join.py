@@ -46,30 +46,33 @@ def join(rank: Rank, file: Path | None = None) -> Joined:
     check_precision(device, config.precision)
     threads = os.environ.get("OMP_NUM_THREADS", "")
     torch.set_num_threads(int(threads) if threads.isdigit() else config.resources.cpus_per_task)
-    if rank.world_size == 1 and not dist.is_initialized():
-        return Joined(device, RankGroup.alone())
-    if not dist.is_initialized():
-        typed = os.environ.get("GLOO_SOCKET_IFNAME", "")
-        _check_interface(typed)
-        # Gloo would resolve the name of the host to find its interface; on many clusters names do not resolve.
-        if file is None and (interface := interface_towards(os.environ["MASTER_ADDR"])):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        try:
-            dist.init_process_group(
-                group_backend(device, config.backend),
-                init_method=None if file is None else f"file://{file}",
-                rank=rank.rank,
-                world_size=rank.world_size,
-                timeout=timedelta(seconds=JOIN_SECONDS),
-                device_id=device if device.index is not None else None,
-            )
-        except (RuntimeError, ValueError) as error:  # torch's, of a rank that never came
-            address = str(file) if file else f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            raise DistributedError(
-                f"rank {rank.rank} of {rank.world_size} cannot join at {address}"
-                f"{f' with GLOO_SOCKET_IFNAME={typed} of your shell' if typed else ''}: {error}"
-            ) from error
+    if rank.world_size > 1 and not dist.is_initialized():
+        form_group(rank, group_backend(device, config.backend), device if device.index is not None else None, file)
     return Joined(device, RankGroup.of_world())
+
+
+def form_group(rank: Rank, backend: str, device: torch.device | None = None, file: Path | None = None) -> None:
+    """Form torch's process group of all ranks; they meet as `join` says. Raises DistributedError."""
+    typed = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    _check_interface(typed)
+    # Gloo would resolve the name of the host to find its interface; on many clusters names do not resolve.
+    if file is None and (interface := interface_towards(os.environ["MASTER_ADDR"])):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    try:
+        dist.init_process_group(
+            backend,
+            init_method=None if file is None else f"file://{file}",
+            rank=rank.rank,
+            world_size=rank.world_size,
+            timeout=timedelta(seconds=JOIN_SECONDS),
+            device_id=device,
+        )
+    except (RuntimeError, ValueError) as error:  # torch's, of a rank that never came
+        address = str(file) if file else f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise DistributedError(
+            f"rank {rank.rank} of {rank.world_size} cannot join at {address}"
+            f"{f' with GLOO_SOCKET_IFNAME={typed} of your shell' if typed else ''}: {error}"
+        ) from error
 
 
 def _check_interface(names: str) -> None:

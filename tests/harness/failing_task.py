@@ -1,0 +1,38 @@
+"""The training function of tests about pauses: once it has failed it fails at each import, until the test removes that.
+
+fault      the step at which all ranks fail; the snapshot of this step is complete by then
+fault.used they have failed there
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import jobkit
+
+FAULT, USED = Path("fault").absolute(), Path("fault.used").absolute()
+
+if USED.exists():
+    raise RuntimeError("the data server is away")
+
+
+def train(ctx: jobkit.Context) -> dict[str, Any]:
+    ctx.track(model=ctx.parallelize(torch.nn.Linear(2, 1)))
+    state = ctx.values(sum=0)
+    fault = int(FAULT.read_text())
+    for step in ctx.steps(ctx.params.steps):
+        if step == fault:
+            if ctx.is_main:
+                USED.touch()
+            time.sleep(1.0)
+            raise RuntimeError("the data server is away")
+        state.sum += step
+        if ctx.is_main:
+            with (ctx.run_dir / "outputs" / "steps").open("a") as file:  # as the scripted rank does
+                file.write(f"{ctx.attempt} {step}\n")
+        time.sleep(0.02)
+    return {"sum": state.sum}
