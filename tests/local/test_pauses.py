@@ -39,6 +39,8 @@ def test_a_run_that_is_stopped_in_a_pause_goes_on_from_its_newest_snapshot(
     foreground.send_signal(signal.SIGINT)
     assert foreground.wait() == 75
     assert launch.run.durable_steps() == [20]
+    saved = (launch.run.checkpoint(20) / "manifest.json").stat().st_mtime
+    assert saved < launch.ends[3].time, "before the journal says that the run may be submitted again"
 
     fail_at(project, step=40, pause=30)  # 60 s: it is written down before anything happens
     project.jobkit(*FOREGROUND, "--detach")
@@ -55,7 +57,7 @@ def test_a_run_that_is_stopped_in_a_pause_goes_on_from_its_newest_snapshot(
     wait_for_pause(launch, 10)
     os.kill(agent_pids(launch)[0], signal.SIGTERM)  # somebody's, or Slurm's before it says why
     wait_until(lambda: launch.run.durable_steps() == [20, 40, 60], "the snapshot on the disk")
-    assert launch.status.state == "running" and launch.status.open_attempt is None, "it still waits"
+    assert (len(launch.ends), launch.status.open_attempt) == (10, None), "it still waits"
     project.jobkit("cancel", "-y", launch.run.name)
     launch.wait_until_over()
 
