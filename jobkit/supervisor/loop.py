@@ -50,7 +50,7 @@ ANSWER_SECONDS = 10.0
 LONG_PAUSE_SECONDS = 45.0
 """At the start of a pause of 60 s, a part of which is over, the newest snapshot is written to the disk."""
 
-SALVAGE_SECONDS, READY_SECONDS = 300.0, 10.0
+SALVAGE_SECONDS, READY_SECONDS = 300.0, 5.0
 """How long that may take where nothing stops the job: 100 GB to a slow disk. And how long it waits for agents, which
 have to see the end of all that the last ranks have started."""
 
@@ -222,12 +222,9 @@ class Supervisor:
         if step is None or attempt is None or (stop is not None and stop.end <= time.monotonic()):
             return
         until, by_node = time.monotonic() + READY_SECONDS, self.agents.by_node
-        names = [node for node in self.starter.names if node not in self.starter.lost]
-        while True:
-            nodes = [node for node in names if node in by_node and by_node[node].is_ready]
-            if nodes == names or time.monotonic() >= until:
-                break
+        while not (by_node and all(agent.is_ready for agent in by_node.values())) and time.monotonic() < until:
             self._turn(until)
+        nodes = [node for node in self.starter.names if node in by_node and by_node[node].is_ready]
         messages = self.starter.messages(attempt.number, nodes, math.inf) if nodes else {}
         alive = {place.rank: node for node, message in messages.items() for place in message.ranks}
         running = self.running = Running(attempt.number, alive, lambda: frozenset())
@@ -241,8 +238,7 @@ class Supervisor:
             self._turn()
         self.running = last
         self.agents.acknowledge_exits()
-        done = [exited for exited, _ in running.facts.exits if exited.is_done]
-        if not alive or len(done) < len(alive):
+        if attempts.unsaved_step(self.tenure) is not None:
             log.warning("the snapshot of step %d was not saved: logs/%d may say why", step, attempt.number)
 
     # While ranks live

@@ -29,10 +29,14 @@ def test_a_preemption_and_a_scancel_in_a_pause_lose_no_step_that_a_snapshot_held
 
     fail_at(project, step=40)
     wait_for_pause(launch, 7)
+    batch_node = cluster.job(job)["BatchHost"]
+    (lost,) = {"node1", "node2"} - {batch_node}  # the other one has copies of its snapshots
+    cluster.kill_node(lost)
     cluster.command("scancel", job)
     launch.wait_until_over()
     assert launch.run.durable_steps() == [20, 40]
     assert (launch.status.state, cluster.job(job)["Restarts"]) == ("cancelled", "1")
+    cluster.restart_node(lost)
 
     fail_at(project, step=-1)
     project.jobkit(*SUBMIT)
