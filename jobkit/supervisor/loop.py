@@ -166,6 +166,7 @@ class Supervisor:
                 problem = error.problem
             if not nodes and problem is None:
                 self._turn()
+        stop = None if nodes else self._reason()
         if not nodes:  # now: once the reason is in the journal, somebody may submit the run again
             self._salvage()
         used = nodes or self.starter.used
@@ -184,7 +185,7 @@ class Supervisor:
                 running.note(Agent(node, process=""), Lost("gone"), time.monotonic())
         if problem is not None:
             running.cannot_start(problem)
-        self._obey(running)  # without ranks no turn follows: the reason to stop is the attempt's cause
+        self._obey(running, stop)  # without ranks no turn follows: the reason to stop is the attempt's cause
         return running
 
     def _once_there_is_room(self, act: Callable[[], T]) -> T:
@@ -258,9 +259,9 @@ class Supervisor:
             self._obey(running)
             self._press(running)
 
-    def _obey(self, running: Running) -> None:
-        """Pass the reason to stop on, if there is one."""
-        if (stop := self._reason()) is not None:
+    def _obey(self, running: Running, stop: Stop | None = None) -> None:
+        """Pass the reason to stop on, if there is one: `stop`, else that of now."""
+        if (stop := stop or self._reason()) is not None:
             running.ask(stop.cause, stop.words, time.monotonic(), end=stop.end, margin=stop.margin)
 
     def _take(self, agent: Agent, news: News) -> None:
@@ -303,8 +304,8 @@ class Supervisor:
         if self._signals:  # Slurm's SIGTERM to the batch step
             self._signals.clear()
             self._ask_slurm()
-        request, number = self._request, self.running.attempt if self.running is not None else None
-        if request is not None and (request.kind == "cancel" or request.attempt == number):
+        request = self._request
+        if request is not None and (request.kind == "cancel" or self._is_open(request)):
             grace = MARGIN_SECONDS if request.grace is None else request.grace
             cause = REQUESTS[request.kind]
             return Stop(cause=cause, words=f"{cause} by {request.user or 'a person'}", end=now + grace)
@@ -319,6 +320,13 @@ class Supervisor:
             if now >= end - margin:
                 return Stop(cause="timeout", end=end, margin=margin)
         return None
+
+    def _is_open(self, request: Request) -> bool:
+        """Return whether a request is about the attempt that runs, or came in the pause after the last one."""
+        attempt = self.tenure.journal.status.attempt
+        if attempt is None or attempt.number != request.attempt:
+            return False
+        return attempt.ended is None or attempt.ended.cause != REQUESTS[request.kind]
 
     def _look_at_disk(self) -> Request | None:
         """Return a request for this attempt; called in a thread."""

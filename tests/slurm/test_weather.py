@@ -36,7 +36,7 @@ def test_an_outage_keeps_the_job_and_excludes_nothing(
     be(launch, kind)
     launch.wait_until(lambda me: len(me.ends) >= 4 and time.monotonic() > since + 5, "four deaths")
     if nodes > 1:  # a preemption in the middle
-        launch.project.jobkit("preempt", "-y", launch.run.name)
+        slurm.preempt(job)
         launch.wait_until(lambda me: "preempted" in me.causes, "the preemption")
     (launch.project.folder / "weather").unlink()
     assert result(launch) == fine

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from jobkit.run.journal import Journal
-from jobkit.run.records import Began, Request
+from jobkit.run.records import Began, Ended, Request
 from jobkit.run.rundir import RunDir
 from jobkit.run.schema import Config, Resources
 from jobkit.supervisor.agents import Agent, Lost, News
@@ -166,9 +166,18 @@ def test_an_attempt_that_is_taken_over_has_the_time_that_is_left(tmp_path: Path)
     assert time.monotonic() - supervisor._started_at >= 49
 
 
-def test_a_request_that_was_made_of_an_attempt_ends_no_later_one(tmp_path: Path) -> None:
+def test_a_request_is_about_one_attempt_or_the_pause_after_it(tmp_path: Path) -> None:
+    """The attempt may die while the request is on its way; one that was obeyed is over."""
     supervisor = supervisor_of(tmp_path, ["local"])
-    supervisor.running = Running(2, {0: "local"}, ends=frozenset)
-    for attempt in (1, 2):
+    journal = supervisor.tenure.journal
+
+    def is_stopped_by(attempt: int) -> bool:
         supervisor._request = Request(kind="preempt", token="t", attempt=attempt)
-        assert (supervisor._reason() is None) is (attempt == 1)
+        return supervisor._reason() is not None
+
+    journal.note(Began(attempt=2, token="t", job_id="7"))
+    assert (is_stopped_by(1), is_stopped_by(2)) == (False, True)
+    journal.note(Ended(attempt=2, cause="crashed", next="in_place"))
+    assert is_stopped_by(2)
+    journal.note(Ended(attempt=2, cause="preempted", next="in_place"))
+    assert not is_stopped_by(2)
