@@ -13,7 +13,7 @@ from jobkit.cli import doctor
 from jobkit.duration import parse_seconds
 from jobkit.run import snapshot
 from jobkit.run.slots import Beat, Phase
-from jobkit.supervisor import retry
+from jobkit.supervisor import evidence
 from jobkit.supervisor.allocation import margin_of
 from jobkit.supervisor.watchdog import limit
 from jobkit.worker import alone
@@ -51,7 +51,7 @@ PROMISES: dict[str, tuple[str, str, Callable[[], float]]] = {
     "files of the code": ("clusters", r"More than ([\d,]+) files are refused", lambda: snapshot.MAX_FILES),
     "a large file": ("clusters", r"files over (.*), except", lambda: snapshot.MAX_FILE_BYTES),
     "a short grace": ("clusters", r"`doctor` warns if the sum is below\s+(.*)\. For", lambda: doctor.SHORT_SECONDS),
-    "deaths on a node": ("clusters", r"three deaths within (an hour)", lambda: retry.DEATHS_SECONDS),
+    "deaths on a node": ("clusters", r"three deaths within (an hour)", lambda: evidence.DEATHS_SECONDS),
     "a hang: steps": ("config", r"(\d+) times the slowest step", lambda: waits(Phase.STEPPING, 100.0) / 100),
     "a hang: at least": ("config", r"slowest step so far, at least (.*);", lambda: waits(Phase.STEPPING, 1.0)),
     "a hang: start": ("config", r"after the last at least (.*)\. \|", lambda: waits(Phase.STARTING, 1.0)),

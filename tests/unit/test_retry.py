@@ -11,7 +11,8 @@ import pytest
 from jobkit.run.records import Began, Cause, Ended
 from jobkit.run.schema import UNLIMITED, RetryConfig
 from jobkit.run.status import Attempt
-from jobkit.supervisor.retry import BUDGETS, DEATHS, PAUSES, STAYS, Decision, Room, decide
+from jobkit.supervisor.retry import BUDGETS, PAUSES, Decision, Room, decide
+from jobkit.supervisor.tries import DEATHS, STAYS
 
 GRACEFUL = ("preempted", "timeout", "unknown", "stopped", "cancelled", "finished")
 """Ends at which a checkpoint of the last step is written."""

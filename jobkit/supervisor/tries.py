@@ -1,0 +1,113 @@
+"""The attempts of a submission: which of them made progress, and how long the run has waited since.
+
+Pure, over the journal's attempts; retry.py and evidence.py decide by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from jobkit.run.records import Cause, Ended
+from jobkit.run.status import Attempt
+
+DEATHS: frozenset[Cause] = frozenset({"node_failure", "crashed", "killed", "out_of_memory", "hang"})
+
+STAYS = DEATHS | {"unknown"}
+"""Causes after which the job may still have its nodes."""
+
+LIFE_SECONDS = 300.0
+"""How much of an attempt's training counts as waiting: an attempt that trained for days has not waited that long."""
+
+
+def end_of(attempt: Attempt) -> Ended:
+    assert attempt.ended is not None, f"attempt {attempt.number} has not ended"
+    return attempt.ended
+
+
+class Tries:
+    """The attempts of a submission, and those of them that count.
+
+    Progress is a newer state than all before: a checkpoint, or a snapshot in memory. A snapshot shows in the step where
+    the next attempt begins; of the last attempt, in its own report. An attempt that died has made progress only if it
+    came further than all before, and trained for as long as its start and the pause before it took.
+    """
+
+    def __init__(self, attempts: Sequence[Attempt], command: bool) -> None:
+        self.all, self.last = attempts, attempts[-1]
+        self.ours = [attempt for attempt in attempts if attempt.submission == self.last.submission]
+        self.is_silent = command and all(end_of(attempt).first_step is None for attempt in self.ours)
+        """True for a `command:` that reports no steps."""
+        # Nobody knows how far a silent program came. It was running, at least, until the scheduler ended it.
+        stops = [end_of(attempt).cause in ("preempted", "timeout") for attempt in self.ours]
+        made = stops if self.is_silent else _progress(self.ours)
+        first = max((number for number, is_progress in enumerate(made, start=1) if is_progress), default=0)
+        self.fruitless = self.ours[first:]
+        """Those since the last one that made progress."""
+        self.deaths = [attempt for attempt in self.ours[max(0, first - 1) :] if end_of(attempt).cause in STAYS]
+        """The same that nobody asked for; first the death of the attempt that made progress, if it died."""
+
+    @cached_property
+    def has_trained(self) -> bool:
+        """Whether the run had a step by then, its own or a checkpoint's: a death may come before a report."""
+        ends = map(end_of, self.ours)
+        return any((step or 0) > 0 for ended in ends for step in (ended.last_step, ended.first_step, ended.step))
+
+    @cached_property
+    def _after(self) -> list[tuple[Attempt, Attempt]]:
+        """The attempts after the first of the deaths, each with the one before it."""
+        pairs = zip(self.ours, self.ours[1:], strict=False)
+        return [pair for pair in pairs if self.deaths and pair[1].number > self.deaths[0].number]
+
+    @cached_property
+    def waited(self) -> float:
+        """Seconds of waiting for better weather since the first of the deaths; the queue is none, nor is training."""
+        return self.paused + sum(_start(one) + min(_trained(one), LIFE_SECONDS) for _, one in self._after)
+
+    @cached_property
+    def paused(self) -> float:
+        return sum(_pause_before(one, before) for before, one in self._after)
+
+    @cached_property
+    def only_node(self) -> str | None:
+        """The node on which all deaths were, in a job of one node; None where the ranks were elsewhere too."""
+        used = {node for attempt in self.deaths for node in attempt.nodes}
+        return used.pop() if len(used) == 1 else None
+
+
+def _progress(attempts: Sequence[Attempt]) -> list[bool]:
+    made, best, furthest = [], 0, 0
+    for number, attempt in enumerate(attempts):
+        ended = end_of(attempt)
+        first, durable, last = ended.first_step, ended.durable_step or 0, ended.last_step or 0
+        following = end_of(attempts[number + 1]).first_step if number + 1 < len(attempts) else None
+        best = max(best, first or 0)
+        # An attempt that never came to its loop found the checkpoints that are there, and made none.
+        newer = first is not None and durable > best
+        if last > furthest:
+            newer |= (following if following is not None else ended.snapshot_step or 0) > best
+        if ended.cause in DEATHS:
+            pause = _pause_before(attempt, attempts[number - 1]) if number else 0.0
+            newer &= last > furthest and _trained(attempt) >= _start(attempt) + pause
+        made.append(newer)
+        best, furthest = max(best, durable), max(furthest, last)
+    return made
+
+
+def _start(attempt: Attempt) -> float:
+    """Return the seconds until an attempt's first step; all of them where it came to none."""
+    ended = end_of(attempt)
+    return max(0.0, (ended.loop_began or ended.time) - attempt.began.time)
+
+
+def _trained(attempt: Attempt) -> float:
+    ended = end_of(attempt)
+    return max(0.0, ended.time - (ended.loop_began or ended.time))
+
+
+def _pause_before(attempt: Attempt, before: Attempt) -> float:
+    """Return the seconds between two attempts; of those in the queue the pause that was meant."""
+    ended = end_of(before)
+    most = None if attempt.began.how == "in place" else (ended.next_at or ended.time) - ended.time
+    seconds = max(0.0, attempt.began.time - ended.time)
+    return seconds if most is None else min(seconds, most)
