@@ -12,8 +12,9 @@ from __future__ import annotations
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, InputError
 from jobkit.run.journal import Journal
@@ -24,6 +25,8 @@ from jobkit.supervisor.closing import REQUESTS, end_attempt, facts_of_lost, fact
 from jobkit.supervisor.diagnosis import Facts
 from jobkit.supervisor.retry import Decision, Room
 from jobkit.supervisor.tenure import Me, NotRunnable, Tenure, way_back
+
+T = TypeVar("T")
 
 EXIT_RUN_FAILED = 3
 """Exit code of a supervisor whose run has failed: job.sh ends with 1, and starts no other supervisor."""
@@ -71,6 +74,7 @@ def begin(tenure: Tenure, nodes: list[str], ranks: int) -> int:
         journal.flush()  # the end of the last attempt may still wait for room on the disk
         journal.refresh()
         _refuse(journal.status, me, None)
+        _checked(run, me, run.refuse_foreign)  # somebody may have written there since: each try would end in its ranks
         assert journal.status.open_attempt is None, "the last attempt is not closed"
         last = journal.status.attempt
         number = last.number + 1 if last is not None else 1
@@ -176,15 +180,20 @@ def _over(status: Status) -> NotRunnable:
 
 def _take_lease(run: RunDir, me: Me, attempt: int) -> Tenure:
     """Become the one writer. Raises NotRunnable where another user wrote the config, or the job lacks a variable."""
-    try:
-        run.refuse_foreign()
-        config = run.config()
-    except InputError as error:
-        Journal(run).append(Refused(token=me.token, error=str(error)))
-        raise NotRunnable(str(error), EXIT_RUN_FAILED) from error
+    _checked(run, me, run.refuse_foreign)
+    config = _checked(run, me, run.config)
     tenure = Tenure(run=run, config=config, me=me, journal=Journal(run, secrets.token_hex(8)))
     tenure.write_lease(attempt)
     return tenure
+
+
+def _checked(run: RunDir, me: Me, check: Callable[[], T]) -> T:
+    """Return the result of a check; raise NotRunnable where a person must submit the run again."""
+    try:
+        return check()
+    except InputError as error:
+        Journal(run).append(Refused(token=me.token, error=str(error)))
+        raise NotRunnable(str(error), EXIT_RUN_FAILED) from error
 
 
 # A job that Slurm is ending

@@ -128,7 +128,8 @@ def test_a_group_shares_its_runs_and_nobody_runs_what_another_user_wrote(
     code(theirs, launch, marker)
     launch.kill_rank(0)
     launch.wait_until_over()
-    assert (marker.exists(), launch.status.state) == (False, "failed")
+    assert (marker.exists(), launch.status.state) == (False, "interrupted")
+    assert "submit the run again" in launch.status.reason
 
 
 def put(project: Project, target: Path, content: bytes) -> None:
