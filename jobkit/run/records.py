@@ -341,6 +341,8 @@ class Ended(Event):
     """What speaks against `node`, as its device's own word."""
     tries: int = 0
     """Deaths since the run last made progress."""
+    waited: float = 0.0
+    """Seconds since then that the run has waited for better weather, with the pause that follows."""
     next_at: float | None = None
     """When the next attempt begins, at the earliest; None where nothing is to be waited for."""
     gives_up_at: float | None = None

@@ -82,6 +82,7 @@ def end_attempt(tenure: Tenure, facts: Facts, room: Room) -> Decision:
         next=decision.action,
         reason=decision.reason,
         tries=decision.tries,
+        waited=decision.waited,
         next_at=ended.time + decision.pause if is_tried and decision.pause else None,
         gives_up_at=ended.time + decision.patience if is_tried and decision.patience is not None else None,
         gave_up=decision.gave_up,

@@ -21,6 +21,7 @@ from jobkit.log import log
 from jobkit.run.disk import is_full
 from jobkit.run.records import Began, Cause, Request
 from jobkit.supervisor import attempt as attempts
+from jobkit.supervisor import notify
 from jobkit.supervisor.agents import Agent, Agents, Lost, News
 from jobkit.supervisor.allocation import MARGIN_SECONDS, Allocation, Look, margin_of
 from jobkit.supervisor.attempt import EXIT_RUN_FAILED
@@ -125,6 +126,7 @@ class Supervisor:
             while running.alive and (self.look.runs or self.look.cause == "cancelled"):
                 self._turn()
             decision = self._close(running)
+            notify.tell_waiting(self.tenure.run)
             if decision.action != "in_place":
                 if not running.alive:
                     self._salvage()

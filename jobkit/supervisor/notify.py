@@ -1,4 +1,4 @@
-"""The command of `--notify`, which the run's owner gets told by: once for each end of the run.
+"""The command of `--notify`, which the run's owner gets told by: for each end of the run, and for a long wait.
 
     submit --keep--> notify (for its owner alone) --tell, after the end is journalled--> sh -c COMMAND
 
@@ -12,8 +12,10 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 from pathlib import Path
 
+from jobkit.duration import format_seconds
 from jobkit.log import log
 from jobkit.run.files import FOR_OWNER, foreign_owner, is_there, json_text, write_atomic
 from jobkit.run.journal import read_status
@@ -22,6 +24,7 @@ from jobkit.run.rundir import RunDir
 from jobkit.run.status import Status
 from jobkit.slurm.commands import without_options
 from jobkit.supervisor.allocation import KILLED_SECONDS
+from jobkit.supervisor.retry import KEEP_SECONDS
 
 SECONDS = 60.0
 """How long the command may take."""
@@ -41,7 +44,22 @@ def keep(run: RunDir, command: str | None) -> None:
 def tell(run: RunDir, token: str, before: Status) -> None:
     """Run the command if the submission with this token has ended since `before`."""
     status = read_status(run)
-    if status.since == before.since or not status.is_over or status.token != token or not is_there(run.notify_file):
+    if status.since != before.since and status.is_over and status.token == token:
+        _execute(run, status, variables(run, status))
+
+
+def tell_waiting(run: RunDir) -> None:
+    """Run the command, in a thread, once a run has waited for KEEP_SECONDS without progress."""
+    status = read_status(run)
+    waited = [attempt.ended.waited for attempt in status.attempts if attempt.ended is not None]
+    if waited and waited[-1] >= KEEP_SECONDS > sum(waited[-2:-1]):
+        text = f"{run.name}: no progress for {format_seconds(waited[-1])}: {status.reason}"
+        words = variables(run, status) | {"JOBKIT_TEXT": text}
+        threading.Thread(target=_execute, args=(run, status, words), daemon=True).start()
+
+
+def _execute(run: RunDir, status: Status, words: dict[str, str]) -> None:
+    if not is_there(run.notify_file):
         return
     if (owner := foreign_owner(run.notify_file)) is not None:
         log.warning("%s belongs to %s: not executed", run.notify_file, owner)
@@ -53,7 +71,7 @@ def tell(run: RunDir, token: str, before: Status) -> None:
         process = subprocess.Popen(
             ["sh", "-c", run.notify_file.read_text(encoding="utf-8")],
             cwd=folder if folder.is_dir() else "/",
-            env={**without_options(clean_environment()), **variables(run, status)},
+            env={**without_options(clean_environment()), **words},
             stdin=subprocess.DEVNULL,
             stdout=said,
             stderr=said,

@@ -58,7 +58,7 @@ FEWEST_TRIES = 4
 """Patience ends after so many tries at least: the start of a large model may take a quarter of an hour."""
 
 KEEP_SECONDS = 600.0
-"""A job that has paused for so long since progress gives its nodes back for the next pause."""
+"""A job that has paused for so long since progress gives its nodes back for the next pause; --notify says it."""
 
 _ADVICE: Mapping[Cause, str] = {
     "timeout": "raise resources.time",
@@ -94,6 +94,8 @@ class Decision:
     """True where the next attempt gives each node the ranks of its neighbour: a sick node keeps its deaths then."""
     tries: int = 0
     """Deaths since progress."""
+    waited: float = 0.0
+    """Seconds that the run has waited since, with the pause."""
     patience: float | None = None
     """Seconds of waiting that are left, before the run is interrupted; None where patience does not count."""
     gave_up: bool = False
@@ -142,6 +144,7 @@ def decide(attempts: Sequence[Attempt], retry: RetryConfig, room: Room, *, comma
         pause=seconds if in_place else 0.0,
         rotate=in_place and last.evidence is None and not new and is_of_one_node(attempts[-1]),
         tries=len(tries.deaths),
+        waited=tries.waited + (seconds if in_place else 0.0),
         before_step=last.step if _goes_back(tries) else None,
         patience=max(0.0, retry.patience_seconds - tries.waited) if is_death and retry.patience != UNLIMITED else None,
         avoid=avoid,

@@ -46,6 +46,20 @@ def test_only_an_end_of_this_submission_since_then_is_told(run: RunDir, tmp_path
     assert run.notify_log.stat().st_mode & 0o777 == 0o600
 
 
+def test_a_wait_of_ten_minutes_is_told_once(run: RunDir, tmp_path: Path) -> None:
+    notify.keep(run, "echo $JOBKIT_STATE: $JOBKIT_TEXT >>said")
+    said = tmp_path / "said"
+    for number, waited in enumerate((300.0, 632.0, 900.0), 1):
+        if number > 1:
+            Journal(run).append(began(number, how="in place"))
+        Journal(run).append(ended("crashed", "in_place", number, waited=waited, reason="crashed: S3 is away"))
+        before = set(threading.enumerate())
+        notify.tell_waiting(run)
+        for thread in set(threading.enumerate()) - before:
+            thread.join()
+    assert said.read_text() == "running: toy-11f5f19c: no progress for 0:10:32: crashed: S3 is away\n"
+
+
 def test_a_command_that_hangs_is_killed_with_its_children(
     run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
