@@ -142,8 +142,10 @@ def describe(view: View, progress: Progress | None, now: float) -> list[str]:
     step = run.durable_step()
     if step is not None:
         lines.append(f"newest checkpoint: step {step}")
-    if state == "failed" and newest is not None and newest.ended is not None:
-        lines += _failure_lines(newest.ended)
+    ended = newest.ended if newest is not None else None
+    is_failure = ended is not None and (state == "failed" or (state == "interrupted" and ended.gave_up))
+    if is_failure and ended is not None:
+        lines += _failure_lines(ended)
     if status.result is not None:
         lines.append(f"result: {json.dumps(status.result)}")
     lines.append(f"run directory: {run.path}")
@@ -153,7 +155,7 @@ def describe(view: View, progress: Progress | None, now: float) -> list[str]:
         is_ours = status.submitted is None or status.submitted.launcher is None
         how = ", with the code as it was submitted" if is_ours else ""
         lines.append(f"to continue it{how}: {to_continue(run.path, status.submitted)}")
-    if state == "failed" or not view.is_over:
+    if is_failure or not view.is_over:
         lines.append(f"its output: {to_type('logs', run.path, *[] if view.is_over else ['-f'])}")
     return lines
 

@@ -170,8 +170,8 @@ class RetryConfig:
     node_failure: str | int = _count_or(UNLIMITED, 0, 10, " of attempts")
     """A node died, or nothing could be started on it."""
     crash: str | int = _count_or(UNLIMITED, 0, 3, " of attempts")
-    """An error of a programmer's type, as TypeError, or out of memory. 0: no death of a rank is tried again.
-    `unlimited`: nor is the same error in the same step a reason to fail."""
+    """An error of a programmer's type, as TypeError, or out of memory; a `command:` without `jobkit.init`. The same
+    error in the same step ends the run at its second time, except with `unlimited`. 0: no death is tried again."""
     patience: str | int = _field(
         f"{UNLIMITED}, or {FORMS}", lambda value: value == UNLIMITED or _is_duration(value), "1h"
     )

@@ -63,6 +63,9 @@ class Follower:
                 self.display.say(describe(attempt))
         self._ended = len(ended)
         progress = self.run.progress()
+        if status.open_attempt is None and not status.is_over:
+            self.display.close()  # a bar that stands still would look as if it trained
+            return
         if progress is None or progress.attempt != newest or newest < self._first:
             return
         for warning in progress.warnings:

@@ -27,7 +27,7 @@ def avoided(tries: Tries, has_spare: Callable[[frozenset[str]], bool]) -> dict[s
     if len(avoid) >= max(2, len(tries.last.nodes) // 10) or not _speaks_against_node(attempts, tries.last):
         return avoid
     against = [one for one in attempts if end_of(one).node == last.node and _speaks_against_node(attempts, one)]
-    fruitless = [one for one in against if one in tries.deaths]
+    fruitless = [one for one in against if one in tries.since_state]
     recent = [one for one in against if last.time - end_of(one).time <= DEATHS_SECONDS]
     is_spared = last.evidence is not None and has_spare(frozenset([*avoid, str(last.node)]))
     if len(fruitless) >= 2 or len(recent) >= 3 or is_spared:

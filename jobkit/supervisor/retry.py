@@ -51,7 +51,7 @@ SPREAD = 0.2
 AT_START_SECONDS = 5.0
 """The pause before the one more try of a run that fails on every node and has never done a step."""
 
-COMMAND_PAUSES = (0.0, 2.0, 60.0)
+COMMAND_PAUSES = (2.0, 60.0)
 """The pauses of a `command:` that reports no steps: it has `retry.crash` tries, and nobody knows how far it came."""
 
 FEWEST_TRIES = 4
@@ -116,7 +116,9 @@ def decide(attempts: Sequence[Attempt], retry: RetryConfig, room: Room, *, comma
     what = f"{last.cause}: {last.error}" if last.error else last.cause
     before = known(attempts)
     if last.cause not in BUDGETS:
-        return Decision(action="stop", reason=what, avoid=before)
+        failed = end_of(attempts[-2]) if len(attempts) > 1 and last.last_step is None else None
+        waited = f", while it waited after: {failed.reason}" if failed is not None and failed.next_at else ""
+        return Decision(action="stop", reason=f"{what}{waited}", avoid=before)
     if words := _reason_to_fail(tries, retry):
         advice = f": {_ADVICE[last.cause]}" if last.cause in _ADVICE else ""
         return Decision(action="fail", reason=f"{what}; {words}{advice}", avoid=before)
@@ -135,7 +137,8 @@ def decide(attempts: Sequence[Attempt], retry: RetryConfig, room: Room, *, comma
         # Slurm is not asked where its answer changes nothing: it may take longer than the job has left.
         if (new or goes_back) and not room.elsewhere(frozenset(avoid)):
             avoid, in_place, new = {node: avoid[node] for node in avoid if node in before}, goes_back, []
-    is_death = last.cause in DEATHS
+    is_last_chance = tries.is_silent or (not tries.has_trained and _fails_at_start(last))  # then patience says nothing
+    has_patience = last.cause in DEATHS and retry.patience != UNLIMITED and not is_last_chance
     seconds = _pause(tries, retry)
     gives_back = room.requeue != "none" and tries.paused + seconds > KEEP_SECONDS * _scale(retry) and _is_durable(last)
     return Decision(
@@ -146,7 +149,7 @@ def decide(attempts: Sequence[Attempt], retry: RetryConfig, room: Room, *, comma
         tries=len(tries.deaths),
         waited=tries.waited + (seconds if in_place else 0.0),
         before_step=last.step if _goes_back(tries) else None,
-        patience=max(0.0, retry.patience_seconds - tries.waited) if is_death and retry.patience != UNLIMITED else None,
+        patience=max(retry.patience_seconds - tries.waited, seconds) if has_patience else None,
         avoid=avoid,
     )
 
@@ -192,7 +195,7 @@ def _reason_to_fail(tries: Tries, retry: RetryConfig) -> str | None:
     if kind == "crash" and not tries.is_silent:
         if (before := _proof(tries)) is not None:
             again = f"{last.signature} in step {last.step}, as in attempt {before.number}"
-            return f"restarts are exact, and this was {again}: not retried"
+            return f"restarts are exact, and this was {again}: not retried (retry.crash: unlimited would)"
         alike = [ended for ended in alike if ended.nature == "program"] if last.nature == "program" else []
     if len(alike) >= budget:
         return f"{len(alike)} attempt(s) without progress (retry.{kind}: {budget})"
@@ -217,7 +220,7 @@ def _proof(tries: Tries) -> Attempt | None:
 def _alike(tries: Tries) -> list[Attempt]:
     """Return the attempts before that died of the same in the same step, where time and nodes are not to blame."""
     last = end_of(tries.last)
-    if last.signature is None or last.step is None or last.nature in ("outside", "hardware"):
+    if None in (last.signature, last.step) or last.nature in ("outside", "hardware") or last.cause == "out_of_memory":
         return []
     ends = ((attempt, end_of(attempt)) for attempt in tries.ours[:-1])
     return [attempt for attempt, ended in ends if (ended.signature, ended.step) == (last.signature, last.step)]

@@ -40,12 +40,14 @@ class Tries:
         """True for a `command:` that reports no steps."""
         # Nobody knows how far a silent program came. It was running, at least, until the scheduler ended it.
         stops = [end_of(attempt).cause in ("preempted", "timeout") for attempt in self.ours]
-        made = stops if self.is_silent else _progress(self.ours)
-        first = max((number for number, is_progress in enumerate(made, start=1) if is_progress), default=0)
+        newer = stops if self.is_silent else _newer_states(self.ours)
+        first = _last(newer if self.is_silent else _progress(self.ours, newer))
         self.fruitless = self.ours[first:]
         """Those since the last one that made progress."""
         self.deaths = [attempt for attempt in self.ours[max(0, first - 1) :] if end_of(attempt).cause in STAYS]
         """The same that nobody asked for; first the death of the attempt that made progress, if it died."""
+        self.since_state = self.ours[max(0, _last(newer) - 1) :]
+        """Those since the last newer state, however short the attempt was that made it, with that one."""
 
     @cached_property
     def has_trained(self) -> bool:
@@ -75,7 +77,12 @@ class Tries:
         return used.pop() if len(used) == 1 else None
 
 
-def _progress(attempts: Sequence[Attempt]) -> list[bool]:
+def _last(made: Sequence[bool]) -> int:
+    return max((number for number, is_made in enumerate(made, start=1) if is_made), default=0)
+
+
+def _newer_states(attempts: Sequence[Attempt]) -> list[bool]:
+    """Return which attempts left a newer state than all before."""
     made, best, furthest = [], 0, 0
     for number, attempt in enumerate(attempts):
         ended = end_of(attempt)
@@ -86,11 +93,21 @@ def _progress(attempts: Sequence[Attempt]) -> list[bool]:
         newer = first is not None and durable > best
         if last > furthest:
             newer |= (following if following is not None else ended.snapshot_step or 0) > best
-        if ended.cause in DEATHS:
-            pause = _pause_before(attempt, attempts[number - 1]) if number else 0.0
-            newer &= last > furthest and _trained(attempt) >= _start(attempt) + pause
         made.append(newer)
         best, furthest = max(best, durable), max(furthest, last)
+    return made
+
+
+def _progress(attempts: Sequence[Attempt], newer: Sequence[bool]) -> list[bool]:
+    """Return which of the attempts that left a newer state made progress."""
+    made, furthest = [], 0
+    for number, (attempt, is_newer) in enumerate(zip(attempts, newer, strict=True)):
+        ended = end_of(attempt)
+        if is_newer and ended.cause in DEATHS:
+            pause = _pause_before(attempt, attempts[number - 1]) if number else 0.0
+            is_newer = (ended.last_step or 0) > furthest and _trained(attempt) >= _start(attempt) + pause
+        made.append(is_newer)
+        furthest = max(furthest, ended.last_step or 0)
     return made
 
 

@@ -86,7 +86,7 @@ def further(first: int, last: int, durable: int) -> Attempt:
 
 def at(step: int, first: int, **facts: Any) -> Attempt:
     """A death in a known step of an attempt that began at `first`."""
-    return ended("crashed", first, step, step=step, **{"signature": LINE, **facts})
+    return ended(**{"cause": "crashed", "first": first, "last": step, "step": step, "signature": LINE, **facts})
 
 
 AT_START = ended("crashed", None, everywhere=True, signature=LINE)
@@ -118,6 +118,8 @@ DECISIONS: list[tuple[str, Sequence[Attempt], bool]] = [
     ("of the outside", [at(9, 5, nature="outside"), at(9, 7, nature="outside")], True),
     ("of a device", [at(9, 5, nature="hardware"), at(9, 7, nature="hardware")], True),
     ("an abort, which a watchdog sends to all", [at(9, 5, signature=None), at(9, 7, signature=None)], True),
+    ("too little memory", [at(9, 5, cause="out_of_memory", nature="program")] * 2, True),
+    ("too little memory, thrice", [at(9, 5, cause="out_of_memory", nature="program")] * 3, False),
     ("a hang in one step", [at(9, 5, signature="hang"), at(9, 7, signature="hang")], False),
     ("before a person submitted it again", [replace(at(9, 5), submission=0), at(9, 7)], True),
     # Before the first step
@@ -306,10 +308,9 @@ def test_a_command_that_reports_nothing_may_be_forbidden_to_run_out_of_time() ->
 
 
 def test_a_command_that_reports_nothing_waits_a_minute_before_its_third_try() -> None:
-    waits = [decision_after([QUIET_CRASH] * count, RetryConfig(), HERE, command=True).pause for count in (1, 2)]
-    assert waits[0] == 0 and 2 <= waits[1] < 3
-    attempts = [QUIET_CRASH] * 3
-    assert 60 <= decision_after(attempts, RetryConfig(crash=4), HERE, command=True).pause <= 72
+    first, second = (decision_after([QUIET_CRASH] * count, RetryConfig(), HERE, command=True) for count in (1, 2))
+    assert 2 <= first.pause < 3 and 60 <= second.pause <= 72
+    assert first.patience is None, "it would not be true"
 
 
 # Where it goes on
@@ -363,6 +364,7 @@ AVOIDED: list[tuple[str, Sequence[Attempt], set[str]]] = [
     ("once is chance", died_on(("node2", 0)), set()),
     ("twice without progress", died_on(*TWICE), {"node2"}),
     ("twice with progress in between", died_on(*TWICE, progress=True), set()),
+    ("twice with a newer state of a short life", died_on(*TWICE, progress=True, how="in place"), set()),
     ("thrice within an hour", died_on(("node2", 0), ("node2", 20), ("node2", 59), progress=True), {"node2"}),
     ("thrice within two hours", died_on(("node2", 0), ("node2", 50), ("node2", 100), progress=True), set()),
     ("another node between", died_on(("node2", 0), ("node1", 5), ("node2", 9)), {"node2"}),

@@ -207,7 +207,7 @@ RUNS: dict[str, tuple[World, tuple[str, int, int, set[str]]]] = {
     # A person must act
     "memory at step + 3 each time": (
         World(lambda time, step, nodes: Death(**MEMORY) if step > 100 and step % 30 == 3 else None),  # type: ignore[arg-type]
-        ("fail", 2, 0, set()),
+        ("fail", 4, 0, set()),
     ),
     "a typo in a path at the first validation": (World(at_step(500, **TYPO)), ("fail", 2, 0, set())),
     "a typo in a path before the first step": (World(at_step(0, everywhere=True, **TYPO)), ("fail", 2, 0, set())),
@@ -246,7 +246,8 @@ def test_all_nodes_sick_is_given_up_after_an_hour_and_excludes_two() -> None:
 def test_a_proof_says_which_error_and_when_it_was_seen_before() -> None:
     words = World(at_step(100, **TYPO)).submit().decision.reason
     assert words.endswith(
-        "restarts are exact, and this was FileNotFoundError at train.py:50 in step 100, as in attempt 1: not retried"
+        "restarts are exact, and this was FileNotFoundError at train.py:50 in step 100, as in attempt 1: not retried "
+        "(retry.crash: unlimited would)"
     )
 
 
