@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: the same command continues the run
+
+Nature = Literal["program", "outside", "hardware"]
+"""What the type of an error says (jobkit/weather.py)."""
 
 _SEVERITY = (EXIT_FINISHED, EXIT_RESUMABLE, EXIT_FAILED, EXIT_BAD_INPUT)
 

@@ -21,8 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from sysconfig import get_path
 
-from jobkit.errors import OutsideError, UsageError
-from jobkit.run.records import Nature
+from jobkit.errors import Nature, OutsideError, UsageError
 
 PROGRAM = (
     UsageError,
@@ -49,8 +48,8 @@ NUMBERS = frozenset(
     or name.startswith(("ECONN", "ENET", "EHOST"))
 )
 
-HTTP = frozenset({"requests", "urllib"})
-"""Packages that raise an OSError without a number for all that a server does."""
+HTTP = frozenset({"requests", "urllib", "urllib3", "http", "httpx", "httpcore", "aiohttp"})
+"""Packages whose errors say what a server does, without a number."""
 
 ASSERT, HARDWARE = 710, frozenset({46, 214, 220, 226, 802})
 """Codes of CUDA: device-side assert; devices unavailable, ECC, NVLink, contained error, system not ready. Not 101 and
@@ -69,9 +68,10 @@ def _nature(error: BaseException) -> Nature | None:
         return "outside"
     if isinstance(error, PROGRAM):
         return None if isinstance(error, HALF_READ) else "program"
+    if any(kind.__module__.partition(".")[0] in HTTP for kind in type(error).__mro__):
+        return "outside"
     if isinstance(error, OSError):
-        is_http = any(kind.__module__.partition(".")[0] in HTTP for kind in type(error).__mro__)
-        return "outside" if error.errno in NUMBERS or (error.errno is None and is_http) else None
+        return "outside" if error.errno in NUMBERS else None
     code = getattr(error, "error_code", None) if type(error).__name__ == "AcceleratorError" else None
     return "program" if code == ASSERT else "hardware" if code in HARDWARE else None
 

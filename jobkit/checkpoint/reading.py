@@ -23,8 +23,9 @@ from torch.distributed.tensor import DTensor
 
 from jobkit.checkpoint.shard import BLOCK, ShardInfo, Stored
 from jobkit.checkpoint.staging import Piece
-from jobkit.errors import CheckpointError
+from jobkit.errors import CheckpointError, OutsideError
 from jobkit.group import RankGroup, describe
+from jobkit.weather import nature_of
 
 T = TypeVar("T")
 
@@ -40,17 +41,25 @@ class Damaged(CheckpointError):
 
 
 def agreed(ranks: RankGroup, action: Callable[[], T]) -> T:
-    """Return the value of an action; where it raises on any rank, raise Damaged, or else CheckpointError, on all."""
-    problem, value = None, None
+    """Return the value of an action; where it raises on any rank, raise Damaged, or else CheckpointError, on all.
+
+    Where the disk or the device is to blame, or memory, that rank raises its error, and the others an OutsideError: the
+    next attempt may read what this one could not, and nothing is set aside.
+    """
+    problem, value, weather = None, None, None
     try:
         value = action()
-    except (Damaged, OSError) as error:
-        problem = True, str(error)
     except Exception as error:  # a CheckpointError, or one of a load_state_dict of the user's
-        problem = False, describe(error)
-    problems = [other for other in ranks.gather(problem) if other is not None]
-    for is_damage, text in sorted(problems, key=lambda pair: not pair[0]):
-        raise (Damaged if is_damage else CheckpointError)(text)
+        if nature_of(error) in ("outside", "hardware") or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+            weather = error
+        kind = OutsideError if weather else Damaged if isinstance(error, (Damaged, OSError)) else CheckpointError
+        problem = kind.__name__, str(error) if kind is Damaged else describe(error)
+    problems = dict(other for other in ranks.gather(problem) if other is not None)
+    if weather is not None:
+        raise weather
+    for kind in (OutsideError, Damaged, CheckpointError):
+        if kind.__name__ in problems:
+            raise kind(problems[kind.__name__])
     return value  # type: ignore[return-value]
 
 

@@ -39,6 +39,11 @@ def is_full(error: BaseException | None) -> bool:
     return False
 
 
+def may_return(error: OSError) -> bool:
+    """Return whether a disk that is full or away may take the same bytes later."""
+    return is_full(error) or error.errno in AWAY
+
+
 def explained(error: OSError) -> InputError:
     """The error that a command shows for a disk or a path of the user; raises any other error as it is."""
     if isinstance(error, PermissionError):

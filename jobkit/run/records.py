@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
+from jobkit.errors import Nature
 from jobkit.run.files import read_json, write_json
 
 R = TypeVar("R")
@@ -43,9 +44,6 @@ Cause = Literal[
 
 Next = Literal["in_place", "requeue", "successor", "stop", "fail"]
 """What follows an attempt: ranks again on the nodes that the job has; the job again; another job; a person; nothing."""
-
-Nature = Literal["program", "outside", "hardware"]
-"""What the type of an error says (jobkit/weather.py)."""
 
 
 def read(kind: type[R], file: Path) -> R | None:

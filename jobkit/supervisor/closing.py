@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 
 from jobkit.errors import SchedulerError
 from jobkit.log import log
-from jobkit.run.disk import is_full, write_probe
+from jobkit.run.disk import is_full, may_return, write_probe
 from jobkit.run.records import Cancelled, Cause, Ended, Finished, Lease, Request, Requeued
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Attempt, fold
@@ -100,9 +100,9 @@ def end_attempt(tenure: Tenure, facts: Facts, room: Room) -> Decision:
     try:
         journal.flush()
     except OSError as error:
-        if not is_full(error):
+        if not may_return(error):
             raise
-        log.warning("%s: %s: the end of attempt %d waits for room on the disk", run.name, error, number)
+        log.warning("%s: %s: the end of attempt %d waits for the disk", run.name, error, number)
     return decision
 
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jobkit.errors import EXIT_RESUMABLE
-from jobkit.run.records import Began, Cause, End, Nature
+from jobkit.errors import EXIT_RESUMABLE, Nature
+from jobkit.run.records import Began, Cause, End
 from jobkit.supervisor.protocol import Exited, Silent
 
 if TYPE_CHECKING:

@@ -39,20 +39,21 @@ def known(attempts: Sequence[Attempt]) -> dict[str, float]:
     """Return the nodes that are avoided from before, as long as that holds."""
     now = end_of(attempts[-1]).time
     before = end_of(attempts[-2]).avoid if len(attempts) > 1 else {}
-    return {node: until for node, until in before.items() if until > now and not _is_cleared(node, attempts)}
+    deaths = {node: [one for one in attempts if end_of(one).node == node] for node in before}
+    cleared = {node for node, ours in deaths.items() if ours and _has_followed_rank(ours[-1], attempts)}
+    return {node: until for node, until in before.items() if until > now and node not in cleared}
 
 
-def _is_cleared(node: str, attempts: Sequence[Attempt]) -> bool:
+def _has_followed_rank(attempt: Attempt, attempts: Sequence[Attempt]) -> bool:
     """Return whether a rank that had died on a node died alike on another one."""
-    ends = list(map(end_of, attempts))
-    return any(follows_rank(other, ended) for ended in ends if ended.node == node for other in ends)
+    return any(follows_rank(end_of(other), end_of(attempt)) for other in attempts)
 
 
 def _speaks_against_node(attempts: Sequence[Attempt], attempt: Attempt) -> bool:
     """Return whether an attempt's end is evidence against its node. It is none where the error followed its rank to
     another node, or where other nodes of the same job had that error too, as in an outage."""
     ended = end_of(attempt)
-    if ended.node not in attempt.nodes or _is_cleared(ended.node, attempts):
+    if ended.node not in attempt.nodes or _has_followed_rank(attempt, attempts):
         return False
     same = [one for one in attempts if set(one.nodes) == set(attempt.nodes) and _is_alike(end_of(one), ended)]
     is_of_node = all(end_of(one).node == ended.node for one in same)
@@ -61,13 +62,15 @@ def _speaks_against_node(attempts: Sequence[Attempt], attempt: Attempt) -> bool:
 
 
 def _is_alike(ended: Ended, other: Ended) -> bool:
-    return ended.signature is not None and ended.signature == other.signature
+    """Return whether two deaths are of one kind, within a day: `SIGFPE of rank 2` may be rank 0's after a rotation."""
+    one, two = ((end.signature or "").partition(" of rank ")[0] for end in (ended, other))
+    return one != "" and one == two and abs(ended.time - other.time) <= AVOID_SECONDS
 
 
 def follows_rank(ended: Ended, other: Ended) -> bool:
     """Return whether a rank died alike on two nodes: neither is to blame, but where both devices say so themselves."""
-    is_another = ended.node != other.node and ended.nature != "hardware"
-    return is_another and _is_alike(ended, other) and ended.rank == other.rank
+    is_another = ended.node != other.node and ended.rank == other.rank and ended.nature != "hardware"
+    return is_another and _is_alike(ended, other)
 
 
 def is_of_one_node(attempt: Attempt) -> bool:

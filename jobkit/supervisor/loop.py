@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE
 from jobkit.log import log
-from jobkit.run.disk import is_full
+from jobkit.run.disk import may_return
 from jobkit.run.records import Began, Cause, Request
 from jobkit.supervisor import attempt as attempts
 from jobkit.supervisor import notify
@@ -68,15 +68,15 @@ T = TypeVar("T")
 
 
 def once_there_is_room(act: Callable[[], T], wait: Callable[[], object]) -> T:
-    """Return the result of `act`; on a full disk try again for FULL_DISK_SECONDS, then raise OSError."""
+    """Return the result of `act`; where the disk is full or away try for FULL_DISK_SECONDS, else raise OSError."""
     deadline = time.monotonic() + FULL_DISK_SECONDS
     while True:
         try:
             return act()
         except OSError as error:
-            if not is_full(error) or time.monotonic() >= deadline:
+            if not may_return(error) or time.monotonic() >= deadline:
                 raise
-            log.warning("waiting for room on the disk: %s", error)
+            log.warning("waiting for the disk: %s", error)
         wait()
 
 

@@ -117,8 +117,8 @@ def decide(attempts: Sequence[Attempt], retry: RetryConfig, room: Room, *, comma
     before = known(attempts)
     if last.cause not in BUDGETS:
         failed = end_of(attempts[-2]) if len(attempts) > 1 and last.last_step is None else None
-        waited = f", while it waited after: {failed.reason}" if failed is not None and failed.next_at else ""
-        return Decision(action="stop", reason=f"{what}{waited}", avoid=before)
+        pause = f", while it waited after: {failed.reason}" if failed is not None and failed.next_at else ""
+        return Decision(action="stop", reason=f"{what}{pause}", avoid=before)
     if words := _reason_to_fail(tries, retry):
         advice = f": {_ADVICE[last.cause]}" if last.cause in _ADVICE else ""
         return Decision(action="fail", reason=f"{what}; {words}{advice}", avoid=before)
@@ -127,7 +127,9 @@ def decide(attempts: Sequence[Attempt], retry: RetryConfig, room: Room, *, comma
     if words := _reason_to_give_up(tries, retry):
         only = tries.only_node
         if only is None or room.requeue == "none" or not room.elsewhere(frozenset([only])):
-            return Decision(action="stop", reason=f"{words}: {what}", gave_up=True, avoid=before)
+            reason = f"{words}: {what}"
+            waited = max(tries.waited, tries.gave_up_after)
+            return Decision(action="stop", reason=reason, gave_up=True, waited=waited, avoid=before)
         avoid, stays = {**avoid, only: last.time + AVOID_SECONDS}, False
         what = f"{words}, one more try on another node: {what}"
     new = [node for node in avoid if node not in before]
@@ -244,10 +246,10 @@ def _goes_back(tries: Tries) -> bool:
 
 def _reason_to_give_up(tries: Tries, retry: RetryConfig) -> str | None:
     """Return why a person shall look before the next attempt; None while time may mend it."""
-    last, earlier = end_of(tries.last), tries.all[: len(tries.all) - len(tries.ours)]
+    last = end_of(tries.last)
     if last.cause not in DEATHS:
         return None
-    if earlier and end_of(earlier[-1]).gave_up and len(tries.fruitless) == len(tries.ours):
+    if tries.gave_up_after >= retry.patience_seconds:  # else the person has more patience now
         return "gave up again, without progress since patience ended"
     if tries.waited < retry.patience_seconds or len(tries.deaths) < FEWEST_TRIES:
         return None

@@ -51,9 +51,13 @@ class Tries:
 
     @cached_property
     def has_trained(self) -> bool:
-        """Whether the run had a step by then, its own or a checkpoint's: a death may come before a report."""
-        ends = map(end_of, self.ours)
-        return any((step or 0) > 0 for ended in ends for step in (ended.last_step, ended.first_step, ended.step))
+        """Whether the run had ever done a step, or has a checkpoint: a death may come before a report."""
+        steps = (
+            step
+            for ended in map(end_of, self.all)
+            for step in (ended.last_step, ended.first_step, ended.step, ended.durable_step)
+        )
+        return any((step or 0) > 0 for step in steps)
 
     @cached_property
     def _after(self) -> list[tuple[Attempt, Attempt]]:
@@ -69,6 +73,13 @@ class Tries:
     @cached_property
     def paused(self) -> float:
         return sum(_pause_before(one, before) for before, one in self._after)
+
+    @cached_property
+    def gave_up_after(self) -> float:
+        """Seconds after which patience ended, of a submission before this one, without progress since; else 0."""
+        earlier = self.all[: len(self.all) - len(self.ours)]
+        is_fruitless = bool(earlier) and len(self.fruitless) == len(self.ours)
+        return end_of(earlier[-1]).waited if is_fruitless and end_of(earlier[-1]).gave_up else 0.0
 
     @cached_property
     def only_node(self) -> str | None:
@@ -123,8 +134,10 @@ def _trained(attempt: Attempt) -> float:
 
 
 def _pause_before(attempt: Attempt, before: Attempt) -> float:
-    """Return the seconds between two attempts; of those in the queue the pause that was meant."""
+    """Return the seconds between two attempts; of those in the queue the pause that was meant.
+
+    In place agents may have to start too. A clock that was set, or a machine that slept, adds no more than that.
+    """
     ended = end_of(before)
-    most = None if attempt.began.how == "in place" else (ended.next_at or ended.time) - ended.time
-    seconds = max(0.0, attempt.began.time - ended.time)
-    return seconds if most is None else min(seconds, most)
+    meant = (ended.next_at or ended.time) - ended.time + (LIFE_SECONDS if attempt.began.how == "in place" else 0.0)
+    return min(max(0.0, attempt.began.time - ended.time), meant)

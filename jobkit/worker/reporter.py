@@ -81,6 +81,9 @@ class Reporter:
             folder.mkdir(exist_ok=True)
             metrics.rewind(folder, position or {})
             self._file = EventFile(folder, first_step)
+            self.rank.report(
+                step=first_step, **self._fields
+            )  # now: the attempt may die before the thread's first report
             self._thread = threading.Thread(target=self._work, name="jobkit-reporter", daemon=True)
             self._thread.start()
         self.end_step(first_step, compare=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -134,6 +135,32 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_taken(tmp_path:
         assert (step, values) == (1, expected[0])
         assert [number for number, _ in set_aside] == [2]
     assert (tmp_path / "damaged_step_00000002").exists()
+
+
+def load_while_away(ranks: RankGroup, folder: Path) -> str:
+    """Restore while the file server does not answer rank 1."""
+    read = os.preadv
+
+    def preadv(*arguments: Any) -> int:
+        if ranks.rank == 1:
+            raise OSError(errno.EIO, "Input/output error")
+        return read(*arguments)
+
+    os.preadv = preadv
+    try:
+        load(ranks, folder)
+    except OSError as error:
+        return type(error).__name__
+    finally:
+        os.preadv = read
+    return "restored"
+
+
+def test_a_disk_that_is_away_in_a_restore_sets_nothing_aside(tmp_path: Path) -> None:
+    expected = run_ranks(save, 3, tmp_path, (1, 2))
+    assert run_ranks(load_while_away, 3, tmp_path) == ["OutsideError", "OSError", "OutsideError"]
+    assert not list(tmp_path.glob("damaged*"))
+    assert [(step, values) for step, values, *_ in run_ranks(load, 3, tmp_path)] == [(2, expected[0])] * 3
 
 
 def fails(ranks: RankGroup, folder: Path) -> str:

@@ -130,7 +130,7 @@ def test_twenty_interruptions_change_no_bit(
         if kind in DEATHS_OF_RANKS:
             ended = launch.ends[before - 1]
             # Three deaths within an hour, or two without a newer snapshot, are the node's: the job gets another one.
-            assert ended.next == "in_place" or " is given up: " in ended.reason, ended
+            assert ended.next == "in_place" or "; from now on without " in ended.reason, ended
     finish(launch, expected)
 
 

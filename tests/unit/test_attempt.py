@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import resource
@@ -397,7 +398,8 @@ def full_disk(free: int) -> Iterator[None]:
 def test_an_end_that_a_full_disk_refuses_waits_and_no_attempt_begins_meanwhile(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobkit.supervisor.closing.is_full", lambda error: error is not None)  # EFBIG stands for ENOSPC
+    for name in ("is_full", "may_return"):
+        monkeypatch.setattr(f"jobkit.supervisor.closing.{name}", lambda error: error is not None)  # EFBIG for ENOSPC
     tenure = started(run)
     before = run.journal_file.read_bytes()
     with full_disk(0):
@@ -407,6 +409,20 @@ def test_an_end_that_a_full_disk_refuses_waits_and_no_attempt_begins_meanwhile(
     assert run.journal_file.read_bytes() == before
     assert begin(tenure, ["node1"], 1) == 2
     assert kinds(run)[-2:] == ["attempt ended", "attempt began"]
+
+
+def test_an_end_that_finds_no_disk_waits_for_it(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An outage of the runs directory's server is none of the run's nodes."""
+    tenure, fsync = started(run), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: raise_error(OSError(errno.EIO, "Input/output error")))
+    assert close(tenure, KILLED, HERE).action == "in_place"
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert begin(tenure, ["node1"], 1) == 2
+    assert kinds(run)[-2:] == ["attempt ended", "attempt began"]
+
+
+def raise_error(error: Exception) -> None:
+    raise error
 
 
 def test_a_lease_that_cannot_be_read_is_not_lost(run: RunDir) -> None:

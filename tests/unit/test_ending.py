@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from jobkit.errors import CheckpointError, InputError, JobkitError, LostLease, OutsideError, Stopped, UsageError
-from jobkit.run.records import Nature
+from jobkit.errors import CheckpointError, InputError, JobkitError, LostLease, Nature, OutsideError, Stopped, UsageError
 from jobkit.run.rundir import RunDir
 from jobkit.run.slots import Page, Phase
 from jobkit.weather import place_of

@@ -127,6 +127,7 @@ DECISIONS: list[tuple[str, Sequence[Attempt], bool]] = [
     ("everywhere, twice", [AT_START] * 2, False),
     ("everywhere, in the first step", [at(0, 0, everywhere=True)] * 2, False),
     ("everywhere, but it has worked", [ended("preempted", 0, 5), *[AT_START] * 2], True),
+    ("everywhere, but it worked in a submission before", [ended("killed", 0, 5, submission=0), *[AT_START] * 2], True),
     ("everywhere, and a preemption between", [AT_START, ended("preempted", None), AT_START], False),
     ("everywhere, of the outside", [ended("crashed", None, everywhere=True, nature="outside")] * 2, True),
     ("everywhere, of the device", [ended("crashed", None, everywhere=True, nature="hardware")] * 2, True),
@@ -212,6 +213,7 @@ def test_a_budget_is_what_the_yaml_says(retry: RetryConfig, attempts: Sequence[A
 
 def minutes(*ends: float, cause: Cause = "crashed", **facts: Any) -> list[Attempt]:
     """Deaths in place without progress, each of an attempt of a minute that ended so many minutes after noon."""
+    facts = {"next_at": 1e9, **facts}  # all of the time between was a pause
     return [ended(cause, 5, 6, minute=minute, nodes=(), **facts) for minute in ends]
 
 
@@ -248,7 +250,7 @@ def test_after_patience_the_words_say_how_long_it_waited_and_a_submission_has_on
     ends = minutes(0, 1, 2, 60, error="rank 0: S3 is away")
     words = decision_after(ends, RetryConfig(), HERE).reason
     assert words == "gave up after 1:00:00 (4 tries): crashed: rank 0: S3 is away"
-    gave_up = [*ends[:-1], replace(ends[-1], ended=replace(ends[-1].ended, gave_up=True))]  # type: ignore[type-var]
+    gave_up = [*ends[:-1], replace(ends[-1], ended=replace(ends[-1].ended, gave_up=True, waited=3600.0))]  # type: ignore[type-var]
     again = ended("crashed", 5, 6, minute=100, submission=2)
     assert decision_after([*gave_up, again], RetryConfig(), HERE).gave_up
     further = ended("crashed", 5, 9, 8, minute=100, submission=2)
@@ -259,6 +261,8 @@ def test_a_long_life_and_the_queue_count_little() -> None:
     one, other = ended("crashed", 5, 6, minute=0), ended("crashed", 5, 6, minute=600)
     long = replace(other, began=replace(other.began, time=1.0), ended=replace(other.ended, loop_began=2.0))  # type: ignore[type-var]
     assert decision_after([one, long], RetryConfig(), HERE).patience == 3600 - 2 - 300
+    slept = replace(other, began=replace(other.began, how="in place"))
+    assert decision_after([one, slept], RetryConfig(), HERE).patience == 3600 - 300 - 60, "of a clock, or a machine"
     queued = replace(other, began=replace(other.began, how="requeue"))
     assert decision_after([one, queued], RetryConfig(), HERE).patience == 3600 - 60
 
@@ -378,9 +382,28 @@ AVOIDED: list[tuple[str, Sequence[Attempt], set[str]]] = [
         died_on(*TWICE[:1], ("node1", 5), ("node1", 9), rank=3, signature="SIGBUS of rank 3"),
         set(),
     ),
+    (
+        "it follows its rank, and another error does not",
+        [*died_on(("node1", 0), ("node2", 1), rank=3, signature="a"), *died_on(*TWICE, rank=4, signature="b")],
+        {"node2"},
+    ),
+    (
+        "it followed its rank two days ago",
+        [*died_on(("node1", -3000), ("node2", -2990), rank=3, signature="a"), *died_on(*TWICE, rank=3, signature="a")],
+        {"node2"},
+    ),
     ("it follows its rank, but devices say it", died_on(*TWICE, rank=3, nature="hardware", signature="a"), {"node2"}),
     ("stays on a node with other ranks, once", STAYED[:2], set()),
     ("stays on a node with other ranks, twice", STAYED, {"node1"}),
+    (
+        "stays, a signal that names its rank",
+        [
+            *rotated((0, "node1", ("node1", "node2")), signature="SIGFPE of rank 0"),
+            *rotated((1, "node1", TURNED), signature="SIGFPE of rank 1"),
+            *rotated((0, "node1", ("node1", "node2")), signature="SIGFPE of rank 0"),
+        ],
+        {"node1"},
+    ),
     ("stays, but not in that order", STAYED[:1] * 3, set()),
     ("an outage: another node had it too", [*STAYED, *rotated((5, "node2", TURNED)), *STAYED[1:]], set()),
 ]
@@ -469,7 +492,7 @@ def test_a_scheduler_that_is_ending_the_job_is_not_asked_what_changes_nothing(ca
 
 
 def test_a_job_of_one_node_goes_once_to_another_node_before_it_is_interrupted() -> None:
-    deaths = [ended("crashed", 5, 6, minute=minute, nodes=["a"], node="a") for minute in (0, 1, 2, 60)]
+    deaths = [ended("crashed", 5, 6, minute=minute, nodes=["a"], node="a", next_at=1e9) for minute in (0, 1, 2, 60)]
     decision = after(*deaths)
     assert (decision.action, list(decision.avoid), decision.gave_up) == ("requeue", ["a"], False)
     there = ended("crashed", 5, 6, minute=61, nodes=["b"], node="b")

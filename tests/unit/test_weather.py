@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from jobkit.run.records import Began, Cause, Ended, Nature
+from jobkit.errors import Nature
+from jobkit.run.records import Began, Cause, Ended
 from jobkit.run.schema import RetryConfig
 from jobkit.run.status import Attempt
 from jobkit.supervisor.retry import Decision, Room, decide
@@ -98,7 +99,12 @@ class World:
             elsewhere=lambda without: self.cluster - len(without) >= self.nodes + 1,
         )
         decision = self.decision = decide(self.attempts, self.retry, room)
-        facts = {"next_at": self.time + decision.pause, "gave_up": decision.gave_up, "avoid": dict(decision.avoid)}
+        facts = {
+            "next_at": self.time + decision.pause,
+            "gave_up": decision.gave_up,
+            "waited": decision.waited,
+            "avoid": dict(decision.avoid),
+        }
         last = self.attempts[-1]
         self.attempts[-1] = replace(last, ended=replace(last.ended, **facts))  # type: ignore[type-var, arg-type]
 
@@ -259,3 +265,9 @@ def test_a_loop_that_submits_on_75_costs_a_try_a_submission_and_the_run_goes_on_
         world.time += 5 * MINUTE  # the loop's sleep
     assert world.end == "finished"
     assert counts[0] == 18 and {later - count for count, later in pairwise(counts)} == {1}
+
+
+def test_more_patience_than_before_counts() -> None:
+    world = World(between(1000, 1000 + 2 * HOUR), cluster=1).submit()
+    world.retry = RetryConfig(patience="3h")
+    assert world.submit().end == "finished"
