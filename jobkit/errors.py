@@ -102,9 +102,9 @@ class DistributedError(JobkitError):
 
 
 class OutsideError(OSError):
-    """A disk, a network or a service failed a worker of a DataLoader, which gives the rank the text of an error alone.
+    """A disk, a network or a service failed. The text has the type and the words of the error.
 
-    The text has the type and the words of the error.
+    For an error whose own type does not reach this rank: it was a DataLoader's worker's, another rank's, or a thread's.
     """
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jobkit.checkpoint.checkpointer import Checkpointer, Pending
+from jobkit.errors import OutsideError
 from jobkit.log import log
 from jobkit.run.journal import read_status
 from jobkit.run.schema import AUTO
@@ -113,7 +114,8 @@ class Checkpoints:
         self.checkpointer.wait_for_write()
         self.look()
         if self.checkpointer.durable_step != step:
-            raise OSError(errno.ENOSPC, self._error or f"the checkpoint of step {step} was not written")
+            words = self._error or f"the checkpoint of step {step} was not written"
+            raise OSError(errno.ENOSPC, words) if self._is_full else OutsideError(words)
 
     def snapshot(self, boundary: Boundary, least_complete: int) -> None:
         """Copy the state into memory that outlives this rank."""
@@ -131,11 +133,12 @@ class Checkpoints:
             self._memory.seconds = max(interval, stall / MAX_OVERHEAD, MIN_MEMORY_SECONDS)
 
     _error: str | None = None
+    _is_full = False
 
     def look(self) -> None:
         """Take in the outcomes of saves."""
         for outcome in self.checkpointer.collect():
-            self._error = outcome.error
+            self._error, self._is_full = outcome.error, outcome.is_full
             if outcome.error is not None:
                 self.reporter.warn(outcome.error)
                 continue

@@ -96,7 +96,7 @@ def end_of(rank: Rank, error: BaseException | None, result: Any) -> End:
     causes = chain_of(error, hidden=True)
     if (error is None and beat.phase is Phase.SAVING) or any(isinstance(item, Stopped) for item in causes):
         return End(kind="stopped", **facts)
-    if isinstance(error, SystemExit) and error.code == EXIT_RESUMABLE:
+    if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code == EXIT_RESUMABLE):
         return End(kind="stopped", **facts)
     if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
         is_shown = rank.rank == 0 and isinstance(result, dict)

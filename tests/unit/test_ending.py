@@ -63,6 +63,7 @@ ENDS = {
     "exit 3": (SystemExit(3), 3, {"kind": "failed"}),
     "exit with words": (SystemExit("x"), 1, {"kind": "failed"}),
     "exit 75": (SystemExit(75), 75, {"kind": "stopped"}),
+    "Ctrl-C": (KeyboardInterrupt(), 75, {"kind": "stopped"}),
     "a stop": (Stopped(), 75, {"kind": "stopped"}),
     "a stop that became an exception": (caused_by(ValueError("x"), Stopped()), 75, {"kind": "stopped"}),
     "memory of the host": (MemoryError(), 1, {"kind": "failed", "out_of_memory": "host"}),
