@@ -20,8 +20,11 @@ PYTHON = "/opt/env/bin/python"
 
 
 def box(*seen: Path, python: bool = True) -> list[str]:
-    """Return the prefix of a container with its own processes, which sees these folders and a Python environment."""
-    words = ["bwrap", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--unshare-pid", "--die-with-parent"]
+    """Return the prefix of a container with its own processes, which sees these folders and a Python environment.
+
+    Without --die-with-parent: a supervisor that is killed would take its ranks with it.
+    """
+    words = ["bwrap", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--unshare-pid"]
     for name in ("/usr", "/etc", sys.base_prefix):
         words += ["--ro-bind", name, name]
     for name in ("/bin", "/sbin", "/lib", "/lib64"):

@@ -24,9 +24,10 @@ def test_deaths_within_a_container_cost_an_attempt_and_its_agents_may_have_equal
         launch.wait_for_attempt(number).wait_for_step(step)
         os.kill(parent_of(outside(launch, launch.rank_pid(0))), signal.SIGKILL)  # the agent
     launch.wait_for_attempt(4).wait_for_step(70)
-    before = launch.supervisor_pid
+    before, rank = launch.supervisor_pid, outside(launch, launch.rank_pid(0))
     launch.kill_supervisor()
     wait_until(lambda: launch.supervisor_pid != before, "the next supervisor")
+    assert Path(f"/proc/{parent_of(rank)}/root").exists()  # the agent lives, and its rank
     project.jobkit("preempt", launch.run.name, "-y")
     launch.wait_for_attempt(5).end_training().wait_until_over()
 
