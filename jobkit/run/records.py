@@ -305,6 +305,7 @@ class Began(Event):
     nodes: list[str] = field(default_factory=list)
     """Slurm's names of the nodes with ranks, in the order of the ranks; empty on this machine."""
     ranks: int = 1
+    """0 where none was started: agents that did not come, or a reason to stop while the run waited."""
     host: str = ""
 
 

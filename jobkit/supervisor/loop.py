@@ -172,7 +172,7 @@ class Supervisor:
         if not nodes:  # now: once the reason is in the journal, somebody may submit the run again
             self._salvage()
         used = nodes or self.starter.used
-        ranks = sum(map(len, self.starter.places(used).values()))
+        ranks = sum(map(len, self.starter.places(nodes).values())) if nodes else 0
         names = [] if used == [LOCAL] else used
         number = self._once_there_is_room(lambda: attempts.begin(self.tenure, names, ranks))
         self._started_at = time.monotonic()

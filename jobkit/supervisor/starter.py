@@ -18,6 +18,7 @@ from jobkit.supervisor.diagnosis import LostNode
 from jobkit.supervisor.placement import Placement, nodes_to_use
 from jobkit.supervisor.protocol import LOCAL, RankPlace, Start
 from jobkit.supervisor.tenure import Tenure
+from jobkit.supervisor.tries import end_of, ran_until_stopped
 
 READY_SECONDS = 1200.0
 """How long an agent that is not ready may say nothing. An import may take 15 min (worker/preload.py): then the agent
@@ -121,8 +122,8 @@ class Starter:
 
         A `command:` without jobkit.init has no loop.
         """
-        ends = [attempt.ended for attempt in self.tenure.journal.status.attempts_of_submission()]
-        return any(end and (end.first_step is not None or end.cause in ("preempted", "timeout")) for end in ends)
+        ended = [attempt for attempt in self.tenure.journal.status.attempts_of_submission() if attempt.ended]
+        return any(end_of(attempt).first_step is not None or ran_until_stopped(attempt) for attempt in ended)
 
     @property
     def _next_number(self) -> int:

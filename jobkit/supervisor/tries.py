@@ -25,6 +25,14 @@ def end_of(attempt: Attempt) -> Ended:
     return attempt.ended
 
 
+def ran_until_stopped(attempt: Attempt) -> bool:
+    """Return whether ranks were running until the scheduler ended them: a program that reports no steps says no more.
+
+    A preemption while the run waits for its agents, or in a pause, is an attempt without ranks.
+    """
+    return attempt.began.ranks > 0 and end_of(attempt).cause in ("preempted", "timeout")
+
+
 class Tries:
     """The attempts of a submission, and those of them that count.
 
@@ -39,7 +47,7 @@ class Tries:
         self.is_silent = command and all(end_of(attempt).first_step is None for attempt in self.ours)
         """True for a `command:` that reports no steps."""
         # Nobody knows how far a silent program came. It was running, at least, until the scheduler ended it.
-        stops = [end_of(attempt).cause in ("preempted", "timeout") for attempt in self.ours]
+        stops = [ran_until_stopped(attempt) for attempt in self.ours]
         newer = stops if self.is_silent else _newer_states(self.ours)
         first = _last(newer if self.is_silent else _progress(self.ours, newer))
         self.fruitless = self.ours[first:]

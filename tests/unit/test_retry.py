@@ -291,11 +291,13 @@ def test_a_job_that_has_waited_for_ten_minutes_gives_its_nodes_back_once_its_sta
 # A command that reports nothing
 
 QUIET_TIMEOUT, QUIET_CRASH = ended("timeout", None), ended("crashed", None)
+IN_A_PAUSE = replace(ended("preempted", None), began=Began(attempt=1, token="t", job_id="7", ranks=0))
 
 SILENT: list[tuple[str, Sequence[Attempt], bool]] = [
     ("out of time for the hundredth time", [QUIET_TIMEOUT] * 100, True),
     ("three crashes in a row", [QUIET_CRASH] * 3, False),
     ("three crashes, a time limit between", [QUIET_CRASH, QUIET_CRASH, QUIET_TIMEOUT, QUIET_CRASH], True),
+    ("three crashes, a preemption in a pause between", [*[QUIET_CRASH] * 2, IN_A_PAUSE, QUIET_CRASH], False),
     ("three crashes since a preemption", [ended("preempted", None), *[QUIET_CRASH] * 3], False),
     ("ten dead nodes in a row", [ended("node_failure", None)] * 10, True),
     ("a program that reported its steps once", [ended("timeout", 5), *[QUIET_TIMEOUT] * 2], False),
