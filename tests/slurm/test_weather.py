@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import datetime
 from typing import Any
 
 import pytest
-from harness.runs import Launch, Project
+from harness.runs import Launch, Project, wait_until
 from harness.training import result
 from harness.weather import be, with_task
 from slurmbox import Cluster
@@ -45,6 +46,27 @@ def test_an_outage_keeps_the_job_and_excludes_nothing(
     record = slurm.job(job)
     assert (launch.status.job_id, record["Restarts"]) == (job, str(launch.causes.count("preempted")))
     assert record["ExcNodeList"] == "(null)"
+
+
+def test_a_long_outage_gives_the_nodes_back_and_the_same_job_comes_again(
+    slurm: Cluster, on_slurm: Callable[..., Project], fine: Any
+) -> None:
+    words = (*ON_SLURM, "resources.tasks_per_node=3", "checkpoint.memory=off")
+    launch = with_task(on_slurm(slurm, plain=False)).submit(*words).wait_for_step(60)
+    job = str(launch.status.job_id)
+    be(launch, "bucket")
+    launch.wait_until(lambda me: me.ends and me.ends[-1].next == "requeue", "the end of the job's first start")
+    last, earlier = launch.ends[-1], launch.ends[:-1]
+    wait_until(lambda: slurm.job(job)["JobState"] == "PENDING", "the job in the queue")
+    waiting = slurm.job(job)
+    start = datetime.fromisoformat(waiting["StartTime"]).timestamp()
+    assert waiting["NodeList"] == "" and abs(start - last.next_at) < 5, "the rest of the pause has no nodes"
+    (launch.project.folder / "weather").unlink()
+    assert result(launch) == fine
+    assert [end.next for end in earlier] == ["in_place"] * len(earlier) and len(earlier) > 5
+    assert launch.causes == ["crashed"] * (len(earlier) + 1) + ["finished"]
+    assert launch.status.attempts[-1].began.how == "requeue"
+    assert (slurm.job(job)["Restarts"], slurm.job(job)["ExcNodeList"]) == ("1", "(null)")
 
 
 @pytest.mark.parametrize(
