@@ -193,7 +193,7 @@ def _reason_to_fail(tries: Tries, retry: RetryConfig) -> str | None:
             return f"before the first step, by rank {last.rank} on another node too: not retried"
     if budget == UNLIMITED or kind == "node_failure":
         return None
-    alike = [ended for ended in map(end_of, tries.fruitless) if BUDGETS[ended.cause] == kind]
+    alike = [ended for ended in map(end_of, tries.counted) if BUDGETS[ended.cause] == kind]
     if kind == "crash" and not tries.is_silent:
         if (before := _proof(tries)) is not None:
             again = f"{last.signature} in step {last.step}, as in attempt {before.number}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import pairwise
 
 from jobkit.run.records import Cause, Ended
 from jobkit.run.status import Attempt
@@ -58,6 +59,12 @@ class Tries:
         """Those since the last newer state, however short the attempt was that made it, with that one."""
 
     @cached_property
+    def counted(self) -> list[Attempt]:
+        """The fruitless ones without those that were stopped in a pause: they have tried nothing."""
+        due = {one.number: end_of(before).next_at for before, one in pairwise(self.all)}
+        return [one for one in self.fruitless if one.began.ranks or end_of(one).time >= (due.get(one.number) or 0.0)]
+
+    @cached_property
     def has_trained(self) -> bool:
         """Whether the run had ever done a step, or has a checkpoint: a death may come before a report."""
         steps = (
@@ -70,8 +77,7 @@ class Tries:
     @cached_property
     def _after(self) -> list[tuple[Attempt, Attempt]]:
         """The attempts after the first of the deaths, each with the one before it."""
-        pairs = zip(self.ours, self.ours[1:], strict=False)
-        return [pair for pair in pairs if self.deaths and pair[1].number > self.deaths[0].number]
+        return [pair for pair in pairwise(self.ours) if self.deaths and pair[1].number > self.deaths[0].number]
 
     @cached_property
     def waited(self) -> float:

@@ -89,6 +89,11 @@ def at(step: int, first: int, **facts: Any) -> Attempt:
     return ended(**{"cause": "crashed", "first": first, "last": step, "step": step, "signature": LINE, **facts})
 
 
+def without_ranks(cause: Cause) -> Attempt:
+    """An attempt that started no rank: the reason to stop came before."""
+    return replace(ended(cause, None), began=Began(attempt=1, token="t", job_id="7", ranks=0))
+
+
 AT_START = ended("crashed", None, everywhere=True, signature=LINE)
 RANK_0 = {"signature": LINE, "rank": 0, "alone": True}
 
@@ -143,6 +148,8 @@ DECISIONS: list[tuple[str, Sequence[Attempt], bool]] = [
     ("out of time without a step, twice", [TIMEOUT_5] * 2, True),
     ("out of time without a step, once too often", [TIMEOUT_5] * 3, False),
     ("out of time before the loop, once too often", [ended("timeout", None)] * 3, False),
+    ("out of time in a pause, thrice", [ended("killed", 0, 5, next_at=300.0), without_ranks("timeout")] * 3, True),
+    ("out of time before its agents came, thrice", [ended("killed", 0, 5), *[without_ranks("timeout")] * 3], False),
     ("a preemption between does not help", [TIMEOUT_5, TIMEOUT_5, PREEMPTED_5, TIMEOUT_5], False),
     ("a preemption that got further does", [TIMEOUT_5, TIMEOUT_5, ended("preempted", 5, 6), ended("timeout", 6)], True),
     ("a step between starts the count anew", [TIMEOUT_5, TIMEOUT_5, ended("timeout", 5, 6), ended("timeout", 6)], True),
@@ -291,13 +298,16 @@ def test_a_job_that_has_waited_for_ten_minutes_gives_its_nodes_back_once_its_sta
 # A command that reports nothing
 
 QUIET_TIMEOUT, QUIET_CRASH = ended("timeout", None), ended("crashed", None)
-IN_A_PAUSE = replace(ended("preempted", None), began=Began(attempt=1, token="t", job_id="7", ranks=0))
 
 SILENT: list[tuple[str, Sequence[Attempt], bool]] = [
     ("out of time for the hundredth time", [QUIET_TIMEOUT] * 100, True),
     ("three crashes in a row", [QUIET_CRASH] * 3, False),
     ("three crashes, a time limit between", [QUIET_CRASH, QUIET_CRASH, QUIET_TIMEOUT, QUIET_CRASH], True),
-    ("three crashes, a preemption in a pause between", [*[QUIET_CRASH] * 2, IN_A_PAUSE, QUIET_CRASH], False),
+    (
+        "three, a preemption in a pause between",
+        [*[QUIET_CRASH] * 2, without_ranks("preempted"), QUIET_CRASH],
+        False,
+    ),
     ("three crashes since a preemption", [ended("preempted", None), *[QUIET_CRASH] * 3], False),
     ("ten dead nodes in a row", [ended("node_failure", None)] * 10, True),
     ("a program that reported its steps once", [ended("timeout", 5), *[QUIET_TIMEOUT] * 2], False),
