@@ -94,7 +94,8 @@ class Follower:
                 say(line)
         say(f"{self.run.name}: {state}{f', {now.words}' if now.words else ''}")
         if state != LOST:  # its words say so already
-            say(f"to continue it: the same command; with the code as it was: {to_type('resume', self.run.path)}")
+            when = " once that is mended" if state == "failed" else ""
+            say(f"to continue it{when}: the same command; with the code as it was: {to_type('resume', self.run.path)}")
         return now.exit_code
 
 

@@ -132,13 +132,8 @@ def decide(attempts: Sequence[Attempt], retry: RetryConfig, room: Room, *, comma
             return Decision(action="stop", reason=reason, gave_up=True, waited=waited, avoid=before)
         avoid, stays = {**avoid, only: last.time + AVOID_SECONDS}, False
         what = f"{words}, one more try on another node: {what}"
+    in_place, avoid = _place(room, avoid, before, stays)
     new = [node for node in avoid if node not in before]
-    in_place = stays and room.in_place(frozenset(avoid))
-    if avoid and not in_place:
-        goes_back = stays and room.in_place(frozenset())  # to a node that is to be avoided
-        # Slurm is not asked where its answer changes nothing: it may take longer than the job has left.
-        if (new or goes_back) and not room.elsewhere(frozenset(avoid)):
-            avoid, in_place, new = {node: avoid[node] for node in avoid if node in before}, goes_back, []
     is_last_chance = tries.is_silent or (not tries.has_trained and _fails_at_start(last))  # then patience says nothing
     has_patience = last.cause in DEATHS and retry.patience != UNLIMITED and not is_last_chance
     seconds = _pause(tries, retry)
@@ -154,6 +149,17 @@ def decide(attempts: Sequence[Attempt], retry: RetryConfig, room: Room, *, comma
         patience=max(retry.patience_seconds - tries.waited, seconds) if has_patience else None,
         avoid=avoid,
     )
+
+
+def _place(room: Room, avoid: dict[str, float], before: dict[str, float], stays: bool) -> tuple[bool, dict[str, float]]:
+    """Return whether the next attempt is in this job, and the nodes to avoid: no new ones if too few would be left."""
+    if stays and room.in_place(frozenset(avoid)):
+        return True, avoid
+    goes_back = stays and bool(avoid) and room.in_place(frozenset())  # to a node that is to be avoided
+    # Slurm is not asked where its answer changes nothing: it may take longer than the job has left.
+    if (goes_back or not avoid.keys() <= before.keys()) and not room.elsewhere(frozenset(avoid)):
+        return goes_back, {node: avoid[node] for node in avoid if node in before}
+    return False, avoid
 
 
 def _pause(tries: Tries, retry: RetryConfig) -> float:
