@@ -15,6 +15,9 @@ checkpoint: {every: 100000, memory: 2}
 retry: {crash: unlimited}
 """
 
+SHORT = 18
+"""Makes a pause of 2 s one of 36 to 43 s: one of 45 s saves the snapshot at its beginning."""
+
 
 def failing_project(project: Project) -> Project:
     """Return a project whose experiment is failing_task.py."""
@@ -33,5 +36,5 @@ def fail_at(project: Project, step: int, pause: int = 1) -> None:
 
 
 def wait_for_pause(launch: Launch, deaths: int) -> None:
-    """Wait for the pause of 2 s, times the factor: after a death with progress, and two without."""
+    """Wait for the pause of 2 s, times the factor: after a death with progress, and one without."""
     wait_until(lambda: len(launch.ends) >= deaths and launch.status.open_attempt is None, "the pause")

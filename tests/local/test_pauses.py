@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 from conftest import pids
-from harness.pauses import YAML, fail_at, failing_project, wait_for_pause
+from harness.pauses import SHORT, YAML, fail_at, failing_project, wait_for_pause
 from harness.runs import Launch, Project, parent_of, wait_until
 
 FOREGROUND = ("submit", "exp.yaml", "--local", "resources.nodes=3")
@@ -31,7 +31,7 @@ def test_a_run_that_is_stopped_in_a_pause_goes_on_from_its_newest_snapshot(
     tmp_path: Path, no_process_left: None
 ) -> None:
     project = failing_project(Project(tmp_path / "project", None, YAML, plain=False))
-    fail_at(project, step=20, pause=20)  # 40 s
+    fail_at(project, step=20, pause=SHORT)
     foreground = project.start(*FOREGROUND)
     launch = project.only_run()
     wait_for_pause(launch, 2)
@@ -52,7 +52,7 @@ def test_a_run_that_is_stopped_in_a_pause_goes_on_from_its_newest_snapshot(
             os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not launch.run.alive_lock().is_held(), "the end of the job")
 
-    fail_at(project, step=60, pause=20)
+    fail_at(project, step=60, pause=SHORT)
     project.jobkit(*FOREGROUND, "--detach")
     wait_for_pause(launch, 7)
     os.kill(agent_pids(launch)[0], signal.SIGTERM)  # somebody's, or Slurm's before it says why

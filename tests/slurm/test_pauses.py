@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from harness.pauses import YAML, fail_at, failing_project, wait_for_pause
+from harness.pauses import SHORT, YAML, fail_at, failing_project, wait_for_pause
 from harness.runs import Project, wait_until
 from slurmbox import Cluster
 
@@ -16,19 +16,20 @@ def test_a_preemption_and_a_scancel_in_a_pause_lose_no_step_that_a_snapshot_held
 ) -> None:
     cluster = make_slurm(nodes=2, cred_expire=5)
     project = failing_project(on_slurm(cluster, YAML, plain=False))
-    fail_at(project, step=20, pause=20)  # 40 s
+    fail_at(project, step=20, pause=SHORT)
     project.jobkit(*SUBMIT)
     launch = project.only_run()
-    wait_for_pause(launch, 3)
+    wait_for_pause(launch, 2)
     assert launch.run.durable_steps() == [], "it is in memory alone"
     job = str(launch.status.job_id)
     cluster.preempt(job)
-    wait_until(lambda: len(launch.ends) == 4, "the end of the job's first start")
-    assert launch.causes[3] == "preempted"
+    wait_until(lambda: len(launch.ends) == 3, "the end of the job's first start")
+    assert launch.causes[2] == "preempted"
     assert launch.run.durable_steps() == [20]
 
     fail_at(project, step=40)
-    wait_for_pause(launch, 7)
+    wait_for_pause(launch, 5)
+    assert launch.run.durable_steps() == [20]
     batch_node = cluster.job(job)["BatchHost"]
     (lost,) = {"node1", "node2"} - {batch_node}  # the other one has copies of its snapshots
     cluster.kill_node(lost)
