@@ -39,6 +39,7 @@ def test_a_run_that_is_stopped_in_a_pause_goes_on_from_its_newest_snapshot(
     foreground.send_signal(signal.SIGINT)
     assert foreground.wait() == 75
     assert launch.run.durable_steps() == [20]
+    assert [attempt.began.ranks for attempt in launch.status.attempts] == [3, 3, 0], "a stop in a pause has no ranks"
     saved = (launch.run.checkpoint(20) / "manifest.json").stat().st_mtime
     assert saved < launch.ends[2].time, "before the journal says that the run may be submitted again"
 
