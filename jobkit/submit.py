@@ -184,7 +184,7 @@ def resume(run: RunDir, manner: Manner) -> int:
     submitted = status.submitted
     if submitted is not None and submitted.launcher is not None:
         raise InputError(f"jobkit does not start its ranks: {to_continue(run.path, submitted)}", key=run.name)
-    loaded = chain.resolve(load(run.config_file), (), run.path.parent, may_be_gone=bool(status.attempts))
+    loaded = chain.resolve(load(run.config_file, is_own=True), (), run.path.parent, may_be_gone=bool(status.attempts))
     place = target(loaded.config, local=False, cluster=submitted.entry if submitted is not None else None)
     enter_folder(submitted)
     return _start(plan_of(loaded, run.path.parent, place, run.code).at(run), None, "this", manner)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from jobkit.errors import InputError, nearest
+from jobkit.log import log
 from jobkit.run import overrides as overriding
 from jobkit.run.interpolation import RUN_DIR, KeyPath, resolve
 from jobkit.run.overrides import keys_below, with_value
@@ -76,6 +77,8 @@ class Source:
     """The keys that the command line sets."""
     sweep: Any
     """The value under `sweep:`, unchecked; None without such a key."""
+    is_own: bool = False
+    """True for a run's own config.yaml, which another jobkit may have written: keys that this one lacks are ignored."""
 
     def loaded(self, words: Sequence[tuple[str, str]] = ()) -> Loaded:
         """The config with `key=value` words of a point, each with its place for errors. Raises InputError."""
@@ -86,24 +89,24 @@ class Source:
                 values, keys = overriding.apply(text, values, place)
                 places.by_key |= dict.fromkeys(keys, (place, None))
                 typed += keys
-            for key in keys_below(values):
+            for key in keys_below(values) if not self.is_own else ():
                 if key in DROPPED:
                     raise InputError("no longer a key", key=key, hint=DROPPED[key])
             resolved, expressions = resolve({"seed": 0} | values)  # `${seed}` may mean the default
             _refuse_sections_in_params(resolved.get("params"))
-            config = _config(resolved)
+            config = _config(resolved, places.file if self.is_own else None)
         clusters = {name: _options_of(name, entry, typed) for name, entry in config.clusters.items()}
         config = dataclasses.replace(config, clusters=clusters)
         return Loaded(config=config, places=places, notes=self.notes, expressions=expressions)
 
 
-def load(path: Path, overrides: Sequence[str] = (), program: Sequence[str] = ()) -> Loaded:
+def load(path: Path, overrides: Sequence[str] = (), program: Sequence[str] = (), *, is_own: bool = False) -> Loaded:
     """The config of a YAML: demo, then `key=value` of the command line, then interpolation and checks.
 
-    `program` is the `command:` of a YAML that has neither that nor a `task:`. Raises InputError with file, line and
-    key.
+    `program` is the `command:` of a YAML that has neither that nor a `task:`; `is_own`: see Source. Raises InputError
+    with file, line and key.
     """
-    return read_source(path, overrides, program).loaded()
+    return dataclasses.replace(read_source(path, overrides, program), is_own=is_own).loaded()
 
 
 def read_source(path: Path, overrides: Sequence[str] = (), program: Sequence[str] = ()) -> Source:
@@ -134,11 +137,11 @@ def read_source(path: Path, overrides: Sequence[str] = (), program: Sequence[str
 def read_resolved(path: Path) -> Config:
     """The Config in a run's config.yaml, with the present values of the environment.
 
-    Raises InputError; for a variable that is not set it names the variable.
+    Raises InputError; for a variable that is not set it names the variable. Raises OSError where the disk is away.
     """
     values, places = read_yaml(path)
     with places.locating():
-        return _config(resolve(values)[0])
+        return _config(resolve(values)[0], path)
 
 
 def with_run_dir(value: Any, run_dir: Path) -> Any:
@@ -188,9 +191,15 @@ def _variable_without(demo: Any) -> str:
     return "" if os.environ.get(variable) else variable
 
 
-def _config(values: dict[str, Any]) -> Config:
-    """The Config of resolved values, with its short forms written out. Raises InputError."""
-    config = build(Config, _in_full(values))
+def _config(values: dict[str, Any], own: Path | str | None = None) -> Config:
+    """The Config of resolved values, with its short forms written out. Raises InputError.
+
+    Of a run's `own` file unknown keys are no error: no person typed them.
+    """
+    unknown: list[str] = []
+    config = build(Config, _in_full(values), unknown=None if own is None else unknown)
+    if unknown:
+        log.info("%s: not keys of this jobkit, and ignored: %s", own, ", ".join(unknown))
     if config.task and config.command:
         raise InputError("there is a task as well; a run has one of them", key="command")
     if not (config.task or config.command):

@@ -19,25 +19,28 @@ from jobkit.errors import InputError, nearest
 T = TypeVar("T")
 
 
-def build(cls: type[T], values: Any, prefix: str = "") -> T:
+def build(cls: type[T], values: Any, prefix: str = "", unknown: list[str] | None = None) -> T:
     """An instance of the dataclass `cls` from `values`; nested dataclasses are built in the same way.
 
     The metadata of a field may hold `is_allowed`, a function of a value, and `allowed`, the words for what it takes.
-    `prefix` stands before the keys in errors, with a dot at its end.
+    `prefix` stands before the keys in errors, with a dot at its end. Unknown keys are left out, and appended to
+    `unknown`, where that is given.
     """
     if not isinstance(values, Mapping):
         raise InputError(key=prefix.rstrip("."), found=values, allowed=f"a mapping with {names_of(cls)}")
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     hints = _hints(typing.cast("Any", cls))
     for key in values:
-        if key not in fields:
+        if key not in fields and unknown is not None:
+            unknown.append(f"{prefix}{key}")
+        elif key not in fields:
             hint = nearest(str(key), fields)
             raise InputError("unknown key", key=f"{prefix}{key}", hint=hint, allowed=names_of(cls))
     arguments: dict[str, Any] = {}
     for name, field in fields.items():
         full_key = f"{prefix}{name}"
         if name in values:
-            arguments[name] = _value(hints[name], values[name], full_key)
+            arguments[name] = _value(hints[name], values[name], full_key, unknown)
             if "allowed" in field.metadata and not field.metadata["is_allowed"](arguments[name]):
                 raise InputError(key=full_key, found=values[name], allowed=field.metadata["allowed"])
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
@@ -56,14 +59,14 @@ def names_of(cls: type[Any]) -> str:
     return ", ".join(field.name for field in dataclasses.fields(cls))
 
 
-def _value(kind: Any, value: Any, key: str) -> Any:
+def _value(kind: Any, value: Any, key: str, unknown: list[str] | None) -> Any:
     optional = [inner for inner in typing.get_args(kind) if dataclasses.is_dataclass(inner)]
     if optional and value is None:
         return None
     if optional:
         kind = optional[0]
     if dataclasses.is_dataclass(kind):
-        return build(typing.cast("type[Any]", kind), value, f"{key}.")
+        return build(typing.cast("type[Any]", kind), value, f"{key}.", unknown)
     if not _matches(kind, value):
         # YAML reads off, no, on and yes without quotes as booleans.
         hint = "put it in quotes" if isinstance(value, bool) and describe(kind) == "a text" else ""

@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from jobkit.errors import InputError, nearest
+from jobkit.run.disk import may_return
 
 COMMAND_LINE = "command line"
 
@@ -134,7 +135,8 @@ def parse_value(text: str, key: str) -> Any:
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], Places]:
-    """The mapping in a file, in UTF-8 whatever the locale of this node is. Raises InputError with file and line."""
+    """The mapping in a file, in UTF-8 whatever the locale of this node is. Raises InputError with file and line, and
+    OSError where the disk is away: that is no mistake of a person."""
     places = Places(path)
     try:
         value, _ = _load(path.read_text(encoding="utf-8"), places)
@@ -143,6 +145,8 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], Places]:
         hint = "the YAML comes first, then key=value" if "=" in path.name else nearest(f"{path.stem}.yaml", names)
         raise InputError("no such file", hint=hint).at(path) from None
     except OSError as error:
+        if may_return(error):
+            raise
         raise InputError(f"cannot be read: {error.strerror}").at(path) from None
     except UnicodeDecodeError as error:
         raise InputError("not UTF-8").at(path, error.object.count(b"\n", 0, error.start) + 1) from None

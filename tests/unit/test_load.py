@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +269,26 @@ def test_a_mistake_in_the_users_file_is_named_there(tmp_path: Path, user_file: P
 def test_a_file_that_is_wrong_is_refused_with_the_line(tmp_path: Path, text: str, key: str, line: int) -> None:
     error = _refusal(tmp_path, text)
     assert (error.file, error.line, error.key) == (tmp_path / "toy.yaml", line, key)
+
+
+def test_a_key_of_another_jobkit_is_refused_of_a_person_and_ignored_in_a_runs_own_config(tmp_path: Path) -> None:
+    text = "resources: {nodes: 2, moon: full}\nverify_every: 10\nparams: {moon: 1}\n"
+    assert _refusal(tmp_path, text).key in ("resources.moon", "verify_every")
+    file = tmp_path / "toy.yaml"
+    for config in (read_resolved(file), load(file, is_own=True).config):
+        assert (config.resources.nodes, config.params) == (2, {"moon": 1})
+
+
+def test_a_disk_that_is_away_is_no_mistake_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _load(tmp_path, "")
+    for number, error in ((errno.ESTALE, OSError), (errno.EACCES, InputError)):
+
+        def read_text(file: Path, encoding: str, number: int = number) -> str:
+            raise OSError(number, os.strerror(number), str(file))
+
+        monkeypatch.setattr(Path, "read_text", read_text)
+        with pytest.raises(error):
+            read_resolved(tmp_path / "toy.yaml")
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,68 @@
+"""A small file system over a folder: full, without inodes, or read-only, as a disk of a cluster is for everybody.
+
+with SmallDisk(folder) as disk:
+    disk.fill()
+    disk.empty()
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+from pathlib import Path
+from types import TracebackType
+
+import pytest
+
+from harness.runs import wait_until
+
+INODES = 500
+
+
+class SmallDisk:
+    """A file system of a megabyte; the test is skipped where nobody may mount one."""
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    READ_ONLY, REMOUNT, DETACH = 1, 32, 2
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        if self._mount(0, f"size=1m,nr_inodes={INODES}".encode()):
+            pytest.skip("only root can mount a small file system")
+
+    def __enter__(self) -> SmallDisk:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.remove()
+
+    def _mount(self, flags: int, options: bytes) -> int:
+        return self.libc.mount(b"none", bytes(self.folder), b"tmpfs", flags, options)
+
+    def fill(self) -> None:
+        """Leave no block, and fill the block that the journal has begun."""
+        with pytest.raises(OSError, match="No space left"), (self.folder / "ballast").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        for journal in self.folder.glob("*/events.jsonl"):
+            if room := -journal.stat().st_size % 4096:
+                with journal.open("ab", buffering=0) as file:
+                    file.write(b"noise".ljust(room - 1) + b"\n")
+
+    def empty(self) -> None:
+        (self.folder / "ballast").unlink()
+
+    def use_all_inodes(self) -> None:
+        """Leave blocks, and no inode for a new file."""
+        with pytest.raises(OSError) as refused:
+            for number in range(INODES):
+                (self.folder / f".file{number}").touch()
+        assert refused.value.errno == errno.ENOSPC
+
+    def make_read_only(self) -> None:
+        """Succeeds once no process has a file open for writing."""
+        wait_until(lambda: not self._mount(self.REMOUNT | self.READ_ONLY, b""), "a read-only disk")
+
+    def remove(self) -> None:
+        self.libc.umount2(bytes(self.folder), self.DETACH)
