@@ -36,6 +36,9 @@ GAP = "  "
 MAX_CELL = 40
 """How many characters of a cell are shown: a param may be a whole text."""
 
+LEAST_REASON = 24
+"""The reason of an end takes the rest of a line, if it is as long as this."""
+
 MAX_METRICS = 4
 MAX_PARAMS = 8
 
@@ -129,7 +132,7 @@ def _text(arguments: argparse.Namespace) -> str:
 
 def choose(rows: Sequence[Row]) -> list[str]:
     """Return the usual columns: how the runs stand, the params that differ between them, and their results."""
-    usual = ["state", "step", "eta", "waits", "attempts", *_differing(rows), *_metrics(rows), "where", "age"]
+    usual = ["state", "step", "eta", "waits", "attempts", *_differing(rows), *_metrics(rows), "where", "age", "reason"]
     return [key for key in usual if any(row.values.get(key) is not None for row in rows)]
 
 
@@ -156,6 +159,9 @@ def as_lines(rows: Sequence[Row], keys: Sequence[str], width: int | None = None)
     columns = [[_title(key), *_cells(rows, key)] for key in keys]
     widths = [max(map(len, column)) for column in columns]
     shown = len(columns)
+    if width is not None and keys[-1] == "reason":
+        widths[-1] = min(widths[-1], max(LEAST_REASON, width - sum(widths[:-1]) - len(GAP) * (shown - 1)))
+        columns[-1] = [_safe(text, widths[-1]) for text in columns[-1]]
     while width is not None and shown > 1 and sum(widths[:shown]) + len(GAP) * (shown - 1) > width:
         shown -= 1
     padded = GAP.join(f"{{:<{width}}}" for width in widths[:shown]).format
@@ -175,12 +181,13 @@ def _cells(rows: Sequence[Row], key: str) -> list[str]:
         form = _FORMS.get(key, _param if key.startswith("params.") else _value)
         values = [row.values.get(key) for row in rows]
         texts = [ABSENT if value is None else value if type(value) is str else form(value) for value in values]
-    return [text if len(text) <= MAX_CELL and text.isprintable() else _safe(text) for text in texts]
+    most = sys.maxsize if key == "reason" else MAX_CELL
+    return [text if len(text) <= most and text.isprintable() else _safe(text, most) for text in texts]
 
 
-def _safe(text: str) -> str:
+def _safe(text: str, most: int) -> str:
     safe = "".join(sign if sign.isprintable() else "?" for sign in text)
-    return safe if len(safe) <= MAX_CELL else f"{safe[: MAX_CELL - 3]}..."
+    return safe if len(safe) <= most else f"{safe[: most - 3]}..."
 
 
 def _steps(values: Mapping[str, Any]) -> str:

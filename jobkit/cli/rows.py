@@ -23,13 +23,13 @@ from jobkit.run.files import leaves
 from jobkit.run.journal import cached_status, read_status
 from jobkit.run.records import Progress
 from jobkit.run.rundir import RunDir
-from jobkit.run.view import UNDER_WAY, View, look
+from jobkit.run.view import LOST, UNDER_WAY, View, look
 
 T = TypeVar("T")
 
 # fmt: off
-FACTS = ("run", "state", "step", "total_steps", "eta", "waits", "attempts", "checkpoint", "age", "where", "job", "seed",
-         "name", "path", "params", "result")
+FACTS = ("run", "state", "step", "total_steps", "eta", "waits", "attempts", "checkpoint", "age", "where", "job", "reason",
+         "seed", "name", "path", "params", "result")
 # fmt: on
 """Names that every run has, or could have; other names are `params.x`, `result.x` and metrics."""
 
@@ -112,6 +112,9 @@ def _facts(
     if (back := status.get("rewound")) is not None:
         step, ends = back, [{"durable_step": back}]
     state = view.state if view is not None else status.get("state", "new")
+    reason = None
+    if state in ("failed", "interrupted", LOST):
+        reason = (view.words if view is not None else status.get("reason")) or None
     eta = None
     if state == "running" and progress is not None and step is not None and total and progress.steps_per_second:
         eta = round(max(0, total - step) / progress.steps_per_second, 1)
@@ -126,6 +129,7 @@ def _facts(
         "age": round(max(0.0, now - status.get("since", 0.0)), 1),
         "where": submitted.get("entry") or submitted.get("scheduler"),
         "job": view.job_id if view is not None else status.get("job_id"),
+        "reason": reason,
         "seed": config.get("seed"),
         "name": config.get("name"),
         "path": run.folder,

@@ -1,7 +1,8 @@
 """Errors of a disk that is full, read-only or away, and the words for them.
 
-Ranks and the supervisor ask `is_full`: training goes on without such a disk, and tries again. Commands show
-`explained`. A program of ours that meets any other OSError ends with a traceback.
+Ranks and the supervisor ask `is_full`: training goes on without such a disk, and tries again, for FULL_DISK_SECONDS
+where nothing else can be done meanwhile. Commands show `explained`. A program of ours that meets any other OSError ends
+with a traceback.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ AWAY = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, err
 
 MISTYPED = frozenset({errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR})
 """Errors of a path that a person has mistyped."""
+
+FULL_DISK_SECONDS = 300.0
+"""How long a job that can only wait for room keeps its nodes: ranks with a state in their memory, or a supervisor
+without ranks."""
 
 # Libraries in Rust, safetensors among them, raise an OSError as a text.
 _RUST = re.compile(r"\(os error (\d+)\)")

@@ -37,6 +37,7 @@ Cause = Literal[
     "out_of_memory",
     "hang",
     "node_failure",
+    "setup",  # a line of the cluster's `setup:` failed
     "disk",
     "unknown",
 ]

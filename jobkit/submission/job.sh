@@ -14,6 +14,7 @@ jobkit_task=0
 jobkit_run=${jobkit_runs[$jobkit_task]}
 [ "$jobkit_scheduler" = local ] || [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || exec >>"$jobkit_run/submitit/job.log" 2>&1
 jobkit_failed_starts=$jobkit_run/submitit/failed_starts # a line for each; the beginning of an attempt removes the file
+jobkit_log=$jobkit_run/submitit/job.log
 jobkit_node=${SLURMD_NODENAME:-$HOSTNAME}
 if [ "$jobkit_scheduler" = slurm ]; then
     # The SLURM_JOB_ID of an array's first task means the whole array.
@@ -64,14 +65,21 @@ jobkit_requeue() {
     esac
 }
 
+# Count a start that has begun nothing yet. False where the disk takes no line, as one that is full or read-only.
+jobkit_count() {
+    { echo "$jobkit_node ${SLURM_RESTART_COUNT:-0}" >>"$jobkit_failed_starts"; } 2>/dev/null
+}
+
 # No attempt can begin on this node: end, and start again on another one.
 jobkit_elsewhere() {
     trap '' TERM
     trap - EXIT
     local excluded nodes
     echo "jobkit: $jobkit_node can begin no attempt (exit code $1)${jobkit_line:+; setup: $jobkit_line}" >&2
+    # A disk that takes no count is like that on every node; a folder that is not there at all is this node's fault.
+    jobkit_count || [ ! -d "$jobkit_run/submitit" ] || exit 75
     [ "$jobkit_scheduler" = slurm ] || exit 1
-    # Several starts in a row, or a disk that does not even take the count: it is not the node.
+    # Several starts in a row: it is not the node.
     [ "${SLURM_RESTART_COUNT:-0}" -lt $jobkit_most ] || [ -e "$jobkit_failed_starts" ] || exit 1
     [ "$(sort -u "$jobkit_failed_starts" 2>/dev/null | wc -l)" -lt $jobkit_most ] || exit 1
     excluded=$(jobkit_record | sed -n 's/.* ExcNodeList=\([^ (]*\).*/\1/p') # first: it waits for the controller
@@ -96,45 +104,62 @@ jobkit_tear_down() (
     done 9>&-
 )
 
+# Let supervisors work until one says that nothing is left to do in this job, and end.
+jobkit_serve() {
+    local code began deaths=0 idle=0 # in a row: supervisors that died, and those of them that began nothing
+    while true; do
+        began=$SECONDS
+        jobkit_supervisor "${jobkit_srun_args[@]}"
+        code=$?
+        case $code in
+            0 | 75) break ;;
+            3) code=1 && break ;;  # the run has failed; Python itself exits with 1 for a bug
+            4) code=75 && break ;; # its disk takes nothing: the same command continues the run once there is room
+        esac
+        echo "jobkit: the supervisor ended with exit code $code" >&2
+        [ $((SECONDS - began)) -lt 60 ] || deaths=0
+        # Without a count, on a full disk, no supervisor can have begun anything.
+        [ -n "$jobkit_counted" ] && [ ! -e "$jobkit_failed_starts" ] && idle=0 || idle=$((idle + 1))
+        [ $idle -lt $jobkit_most ] || jobkit_elsewhere $code
+        sleep "${jobkit_pauses[deaths]:-10}"
+        deaths=$((deaths + 1))
+        jobkit_count && jobkit_counted=yes || jobkit_counted=
+    done
+    trap '' TERM
+    [ -n "$JOBKIT_SETUP_FAILED" ] || jobkit_tear_down
+    exit "$code"
+}
+
+# A setup line has failed: a module that does not load must not train without it. The supervisor journals that, and
+# tries another node.
+jobkit_setup_failed() {
+    set +eu
+    trap : TERM
+    trap - EXIT
+    export JOBKIT_SETUP_FAILED="$jobkit_said $1 $jobkit_line"
+    jobkit_serve
+}
+
 # Slurm sends SIGTERM to the whole batch step when it ends a job, and KillWait later SIGKILL.
 trap : TERM
-jobkit_start_of_job="$jobkit_node ${SLURM_RESTART_COUNT:-0}"
-echo "$jobkit_start_of_job" >>"$jobkit_failed_starts"
-trap 'jobkit_elsewhere $?' EXIT # a line of the user's may exit, as ${DATA:?} does
+unset JOBKIT_SETUP_FAILED
+jobkit_count && jobkit_counted=yes
+trap 'jobkit_setup_failed $?' EXIT # a line of the user's may exit, as ${DATA:?} does
 # `source FILE`, with redirections: not with arguments, as `source activate ENV` has, whose status tells.
 jobkit_source='^ *(source|\.) +("[^"]+"|'"'[^']+'"'|[^] ;&|<>]+) *(([0-9]*|&)>>?&? *[^ ;&|<>]+ *)*;? *$'
 for jobkit_line in "${jobkit_setup[@]}"; do
+    # Where the words of this line begin.
+    { jobkit_said=$(wc -c <"$jobkit_log"); } 2>/dev/null || jobkit_said=0
     # The status of the line counts, as in the user's own shell: no `set -e` for what it sources.
     eval "$jobkit_line" 9>&- || {
         jobkit_code=$?
         # `source rc.sh` has the status of the file's last command, which may be `[ -f x ] && source x`.
         [[ $jobkit_line =~ $jobkit_source ]] && eval "bash -n ${BASH_REMATCH[2]}" && continue
-        jobkit_elsewhere $jobkit_code # a module that does not load must not train without it
+        jobkit_setup_failed $jobkit_code
     }
 done
 unset jobkit_line
 set +eu # as a line of the user's may have set them
 trap : TERM
-[[ $(trap -p EXIT) != *jobkit_elsewhere* ]] || trap - EXIT # the user's own stays
-
-jobkit_deaths=0 # in a row
-jobkit_idle=0   # of supervisors that began nothing
-while true; do
-    jobkit_began=$SECONDS
-    jobkit_supervisor "${jobkit_srun_args[@]}"
-    jobkit_code=$?
-    case $jobkit_code in
-        0 | 75) break ;;
-        3) jobkit_code=1 && break ;; # the run has failed; Python itself exits with 1 for a bug
-    esac
-    echo "jobkit: the supervisor ended with exit code $jobkit_code" >&2
-    [ $((SECONDS - jobkit_began)) -lt 60 ] || jobkit_deaths=0
-    [ -e "$jobkit_failed_starts" ] && jobkit_idle=$((jobkit_idle + 1)) || jobkit_idle=0
-    [ $jobkit_idle -lt $jobkit_most ] || jobkit_elsewhere $jobkit_code
-    sleep "${jobkit_pauses[jobkit_deaths]:-10}"
-    jobkit_deaths=$((jobkit_deaths + 1))
-    echo "$jobkit_start_of_job" >>"$jobkit_failed_starts"
-done
-trap '' TERM
-jobkit_tear_down
-exit "$jobkit_code"
+[[ $(trap -p EXIT) != *jobkit_setup_failed* ]] || trap - EXIT # the user's own stays
+jobkit_serve

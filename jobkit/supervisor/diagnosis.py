@@ -52,6 +52,16 @@ class LostNode:
     exits that follow, which are its consequences."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class FailedSetup:
+    """A line of the cluster's `setup:` failed in this start of the job, and no agent was started."""
+
+    node: str | None
+    """Slurm's name of the node with the batch script; None on this machine."""
+    words: str
+    """The line, its exit code, and its last line of output."""
+
+
 @dataclass(kw_only=True)
 class Facts:
     """The facts that the supervisor saw of the end of an attempt; running.py fills it in while the ranks live."""
@@ -63,6 +73,7 @@ class Facts:
     None if nobody looked: then all Ends count, unless a signal killed that rank."""
     lost_nodes: list[LostNode] = field(default_factory=list)
     """In order of arrival. After a signal of Slurm's a lost agent is no lost node."""
+    failed_setup: FailedSetup | None = None
     launch_error: str | None = None
     """Srun's words where it could start nothing and named no node; a node that it named is a LostNode."""
     launch_is_final: bool = False
@@ -135,6 +146,8 @@ def diagnose(facts: Facts, traces: Traces, began: Began, *, command: bool = Fals
         return Verdict(cause="node_failure", node=lost.node, error=error, evidence=lost.why)
     if facts.word is not None:  # the ranks died of Slurm's signals
         return Verdict(cause=facts.word, error="the batch script was killed" if facts.word == "killed" else None)
+    if facts.failed_setup is not None:  # after Slurm's word: its signals reach the line too
+        return Verdict(cause="setup", node=facts.failed_setup.node, error=facts.failed_setup.words)
     if deaths:
         verdict = _death(*facts.exits[deaths[0]], facts=facts, failed=failed, began=began, traces=traces)
         is_final = verdict.final or (command and facts.exits[deaths[0]][0].code in NOT_FOUND)
@@ -282,11 +295,14 @@ def _gib(size: int | None) -> str:
     return f"{(size or 0) / 2**30:.2f} GiB"
 
 
-def last_words(log: Path) -> str:
-    """Return the last line of a rank's stderr, which of a traceback names the error; empty where there is none."""
+def last_words(log: Path, after: int = 0) -> str:
+    """Return the last line of a rank's stderr, which of a traceback names the error; empty where there is none.
+
+    Bytes before the position `after` are somebody else's.
+    """
     try:
         with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 2 * SAID_CHARACTERS))
+            file.seek(max(after, file.seek(0, os.SEEK_END) - 2 * SAID_CHARACTERS))
             return last_line(file.read().decode(errors="replace"))[-SAID_CHARACTERS:]
     except OSError:  # a rank that died before its log was made
         return ""

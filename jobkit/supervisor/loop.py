@@ -18,15 +18,16 @@ from typing import TypeVar
 
 from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE
 from jobkit.log import log
-from jobkit.run.disk import may_return
+from jobkit.run import disk
 from jobkit.run.records import Began, Cause, Request
 from jobkit.supervisor import attempt as attempts
 from jobkit.supervisor import notify
 from jobkit.supervisor.agents import Agent, Agents, Lost, News
-from jobkit.supervisor.allocation import MARGIN_SECONDS, Allocation, Look, margin_of
+from jobkit.supervisor.allocation import MARGIN_SECONDS, Allocation, LaunchFailure, Look, margin_of
 from jobkit.supervisor.attempt import EXIT_RUN_FAILED
 from jobkit.supervisor.background import Background
 from jobkit.supervisor.closing import REQUESTS, request_of
+from jobkit.supervisor.diagnosis import FailedSetup, LostNode
 from jobkit.supervisor.protocol import LOCAL, Hello, Signal, Signalled, SignalName
 from jobkit.supervisor.retry import Decision
 from jobkit.supervisor.running import Pressure, Running
@@ -41,9 +42,6 @@ EXPLANATION_SECONDS = 60.0
 
 DISK_SECONDS = 1.0
 """How often requests are read: each look is a request to a file server that all supervisors share."""
-
-FULL_DISK_SECONDS = 300.0
-"""How long a job without ranks waits for room on the disk; then it gives its nodes back."""
 
 ANSWER_SECONDS = 10.0
 """How long a decision about lost nodes waits for Slurm's word."""
@@ -69,12 +67,12 @@ T = TypeVar("T")
 
 def once_there_is_room(act: Callable[[], T], wait: Callable[[], object]) -> T:
     """Return the result of `act`; where the disk is full or away try for FULL_DISK_SECONDS, else raise OSError."""
-    deadline = time.monotonic() + FULL_DISK_SECONDS
+    deadline = time.monotonic() + disk.FULL_DISK_SECONDS
     while True:
         try:
             return act()
         except OSError as error:
-            if not may_return(error) or time.monotonic() >= deadline:
+            if not disk.may_return(error) or time.monotonic() >= deadline:
                 raise
             log.warning("waiting for the disk: %s", error)
         wait()
@@ -99,8 +97,11 @@ class Supervisor:
     Handlers append to `signals`; each signal wakes the main thread.
     """
 
-    def __init__(self, tenure: Tenure, allocation: Allocation, signals: list[int]) -> None:
+    def __init__(
+        self, tenure: Tenure, allocation: Allocation, signals: list[int], failed_setup: FailedSetup | None = None
+    ) -> None:
         me = tenure.me
+        self._failed_setup = failed_setup
         self.tenure, self.allocation = tenure, allocation
         self.agents = Agents(tenure.run, me.job_id, writer=tenure.writer, host=allocation.host, restart=me.restart)
         self.starter = Starter(tenure, allocation, self.agents)
@@ -143,6 +144,10 @@ class Supervisor:
 
     def _adopt(self, began: Began) -> Running:
         """Take over the ranks of an attempt that a supervisor before this one began."""
+        if self._failed_setup is not None:
+            running = self._follow(began.attempt, {})
+            running.cannot_start(self._failed_setup)
+            return running
         self.starter.used = began.nodes or self.allocation.nodes()
         places = self.starter.places(self.starter.used)
         for node in places:
@@ -158,7 +163,7 @@ class Supervisor:
         """
         self._pause()
         nodes: list[str] = []
-        problem = None
+        problem: LaunchFailure | LostNode | FailedSetup | None = self._failed_setup
         if self.starter.misses_agents:
             self._ask_slurm()  # a launch that fails is explained by its answers
         while not nodes and problem is None and self._reason() is None:
@@ -343,7 +348,7 @@ class Supervisor:
         if running.signalled is not None:
             while self._may_be_ended():
                 self._turn()
-        elif facts.lost_nodes or (facts.asked is not None and facts.asked[0] == "killed"):
+        elif facts.lost_nodes or facts.failed_setup or (facts.asked is not None and facts.asked[0] == "killed"):
             self._wait_for_word(self._unclear_since, ANSWER_SECONDS)
             if self.look.asked >= self._unclear_since:  # else silence, which is no answer
                 running.keep_nodes({lost.node for lost in facts.lost_nodes} - self.look.down - self.starter.lost)
@@ -352,7 +357,11 @@ class Supervisor:
         room = self.allocation.room(self.tenure, self.look, self.starter.placement)
         decision = attempts.close(self.tenure, facts, room)
         log.info("attempt %d ended: %s (%s)", running.attempt, decision.reason, decision.action)
-        self._once_there_is_room(self.tenure.journal.flush)
+        ended = self.tenure.journal.status.attempt
+        if ended is not None and ended.ended is not None and ended.ended.cause == "disk":
+            self.tenure.journal.flush()  # the ranks have waited for room already
+        else:
+            self._once_there_is_room(self.tenure.journal.flush)
         self.agents.acknowledge_exits()
         return decision
 

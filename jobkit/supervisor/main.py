@@ -1,26 +1,34 @@
 """`start.py jobkit.supervisor.main slurm|local RUN [SRUN_ARGUMENT ...]`: the supervisor of a job; job.sh starts it.
 
-Exit codes: 0 the run has finished; 75 it ended and can be continued, or continues elsewhere; 3 it has failed. After
-any other code job.sh starts the supervisor again.
+Exit codes: 0 the run has finished; 75 it ended and can be continued, or continues elsewhere; 3 it has failed; 4 its
+disk takes nothing, and the same command continues it. After any other code job.sh starts the supervisor again.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from jobkit.errors import EXIT_RESUMABLE, LostLease
 from jobkit.log import configure, log
+from jobkit.run.disk import may_return
 from jobkit.run.journal import read_status
 from jobkit.run.rundir import RunDir
 from jobkit.supervisor import chain, notify
 from jobkit.supervisor.allocation import Allocation
 from jobkit.supervisor.attempt import take_over
+from jobkit.supervisor.diagnosis import FailedSetup, last_words
 from jobkit.supervisor.loop import DISK_SECONDS, Supervisor, once_there_is_room
 from jobkit.supervisor.protocol import LOCAL
 from jobkit.supervisor.tenure import Me, NotRunnable
+
+T = TypeVar("T")
+
+EXIT_NO_ROOM = 4
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -31,29 +39,61 @@ def main(arguments: Sequence[str]) -> int:
     signals: list[int] = []
     for signum in (signal.SIGTERM, signal.SIGINT):  # job.sh has ignored SIGTERM until here
         signal.signal(signum, lambda number, frame: signals.append(number))
-    before = read_status(run)
     try:
-        if scheduler == "slurm":
-            from jobkit.supervisor.slurm_allocation import this_job
-
-            me = this_job(run)
-        else:
-            me = Me(job_id=os.environ["JOBKIT_JOB_ID"], token=os.environ["JOBKIT_TOKEN"])
+        before = _patiently(lambda: read_status(run))
+        me = _patiently(lambda: _this_job(run, scheduler))
+        code = _run(run, me, scheduler, srun_arguments, signals)
+        if code != EXIT_NO_ROOM:
+            notify.tell(run, me.token, before)
     except NotRunnable as error:
         log.warning("%s: %s", run.name, error)
-        return error.exit_code
-    code = _run(run, me, scheduler, srun_arguments, signals)
-    notify.tell(run, me.token, before)
+        code = error.exit_code
+    except OSError as error:
+        code = _without_room(run, error)
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, signal.SIG_IGN)  # at its end Python gives up handlers, and a signal would kill it
     return code
 
 
+def _patiently(act: Callable[[], T]) -> T:
+    return once_there_is_room(act, lambda: time.sleep(DISK_SECONDS))
+
+
+def _without_room(run: RunDir, error: OSError) -> int:
+    """Return the exit code for a disk that has taken nothing for minutes; raise any other error. Nothing is journalled:
+    the job gives its nodes back, and is not requeued, since the disk is the same on all nodes."""
+    if not may_return(error):
+        raise error
+    log.warning("%s: %s: the job ends; once the disk takes files, the same command continues the run", run.name, error)
+    notify.tell_no_room(run, error)
+    return EXIT_NO_ROOM
+
+
+def _this_job(run: RunDir, scheduler: str) -> Me:
+    if scheduler == "slurm":
+        from jobkit.supervisor.slurm_allocation import this_job
+
+        return this_job(run)
+    return Me(job_id=os.environ["JOBKIT_JOB_ID"], token=os.environ["JOBKIT_TOKEN"])
+
+
+def _failed_setup(run: RunDir, me: Me) -> FailedSetup | None:
+    """Return the setup line that failed in this start of the job, by job.sh's words, with its last line of output."""
+    if "JOBKIT_SETUP_FAILED" not in os.environ:
+        return None
+    begin, code, line = os.environ.pop("JOBKIT_SETUP_FAILED").split(" ", 2)
+    said = re.sub(r"^\S+: line \d+: ", "", last_words(run.job_log, after=int(begin or 0)))  # bash names the script
+    words = ": ".join(filter(None, [line.partition("\n")[0], said]))
+    return FailedSetup(node=me.node, words=f"{words} (exit code {code})")
+
+
 def _run(run: RunDir, me: Me, scheduler: str, srun_arguments: Sequence[str], signals: list[int]) -> int:
     try:
         # Ranks may live, and train on while there is no room for the lease.
-        tenure = once_there_is_room(lambda: take_over(run, me), lambda: time.sleep(DISK_SECONDS))
-        chain.wait(tenure, signals)
+        tenure = _patiently(lambda: take_over(run, me))
+        failed_setup = _failed_setup(run, me)
+        if failed_setup is None:
+            chain.wait(tenure, signals)
     except NotRunnable as error:
         log.warning("%s: %s", run.name, error)
         return error.exit_code
@@ -63,7 +103,7 @@ def _run(run: RunDir, me: Me, scheduler: str, srun_arguments: Sequence[str], sig
         allocation: Allocation = SlurmAllocation(run, me, tenure.config, srun_arguments)
     else:
         allocation = Allocation(run, tenure.config.resources.seconds, tenure.config.container)
-    supervisor = Supervisor(tenure, allocation, signals)
+    supervisor = Supervisor(tenure, allocation, signals, failed_setup)
     try:
         code = supervisor.run()
     except NotRunnable as error:
@@ -72,6 +112,8 @@ def _run(run: RunDir, me: Me, scheduler: str, srun_arguments: Sequence[str], sig
     except LostLease as error:
         log.warning("%s", error)
         code = EXIT_RESUMABLE
+    except OSError as error:
+        code = _without_room(run, error)
     if not supervisor.agents.by_node:
         allocation.lost(LOCAL)  # an agent here that has not called cannot be told to leave
     supervisor.agents.close()  # not after another exception: the next supervisor takes the agents over

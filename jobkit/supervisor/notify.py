@@ -14,6 +14,7 @@ import signal
 import subprocess
 import threading
 from pathlib import Path
+from typing import BinaryIO
 
 from jobkit.duration import format_seconds
 from jobkit.log import log
@@ -58,6 +59,14 @@ def tell_waiting(run: RunDir) -> None:
         threading.Thread(target=_execute, args=(run, status, words), daemon=True).start()
 
 
+def tell_no_room(run: RunDir, error: OSError) -> None:
+    """Run the command for a run whose disk takes no files, so that its journal cannot say that it is interrupted."""
+    with contextlib.suppress(OSError):
+        status = read_status(run)
+        text = {"JOBKIT_STATE": "interrupted", "JOBKIT_ERROR": str(error)}
+        _execute(run, status, variables(run, status) | text | {"JOBKIT_TEXT": f"{run.name}: interrupted: {error}"})
+
+
 def _execute(run: RunDir, status: Status, words: dict[str, str]) -> None:
     if not is_there(run.notify_file):
         return
@@ -65,8 +74,7 @@ def _execute(run: RunDir, status: Status, words: dict[str, str]) -> None:
         log.warning("%s belongs to %s: not executed", run.notify_file, owner)
         return
     folder = Path(status.submitted.folder if status.submitted is not None else "/")
-    run.notify_log.parent.mkdir(exist_ok=True)
-    with open(run.notify_log, "ab", opener=lambda name, flags: os.open(name, flags, FOR_OWNER)) as said:
+    with _log(run) as said:
         # A session of its own, no file of this process, no variable of the job: what it starts lives on its own.
         process = subprocess.Popen(
             ["sh", "-c", run.notify_file.read_text(encoding="utf-8")],
@@ -84,6 +92,15 @@ def _execute(run: RunDir, status: Status, words: dict[str, str]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(KILLED_SECONDS)
+
+
+def _log(run: RunDir) -> BinaryIO:
+    """Open the file for the command's words; a disk without room takes none of them."""
+    try:
+        run.notify_log.parent.mkdir(exist_ok=True)
+        return open(run.notify_log, "ab", opener=lambda name, flags: os.open(name, flags, FOR_OWNER))
+    except OSError:
+        return Path(os.devnull).open("ab")
 
 
 def variables(run: RunDir, status: Status) -> dict[str, str]:

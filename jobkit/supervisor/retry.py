@@ -115,6 +115,8 @@ def decide(attempts: Sequence[Attempt], retry: RetryConfig, room: Room, *, comma
     last, tries = end_of(attempts[-1]), Tries(attempts, command)
     what = f"{last.cause}: {last.error}" if last.error else last.cause
     before = known(attempts)
+    if last.cause == "setup":
+        return _after_failed_setup(tries, what, before, room)
     if last.cause not in BUDGETS:
         failed = end_of(attempts[-2]) if len(attempts) > 1 and last.last_step is None else None
         pause = f", while it waited after: {failed.reason}" if failed is not None and failed.next_at else ""
@@ -149,6 +151,15 @@ def decide(attempts: Sequence[Attempt], retry: RetryConfig, room: Room, *, comma
         patience=max(retry.patience_seconds - tries.waited, seconds) if has_patience else None,
         avoid=avoid,
     )
+
+
+def _after_failed_setup(tries: Tries, what: str, before: dict[str, float], room: Room) -> Decision:
+    """Return what follows a setup line that failed: one try on another node, where there is one."""
+    last, lines = end_of(tries.last), [attempt for attempt in tries.fruitless if end_of(attempt).cause == "setup"]
+    if room.requeue == "none" or last.node is None or len(lines) > 1 or not room.elsewhere(frozenset([last.node])):
+        return Decision(action="fail", reason=what, avoid=before)
+    avoid = {**before, last.node: last.time + AVOID_SECONDS}
+    return Decision(action=room.requeue, reason=f"{what}; one more try without {last.node}", avoid=avoid)
 
 
 def _place(room: Room, avoid: dict[str, float], before: dict[str, float], stays: bool) -> tuple[bool, dict[str, float]]:

@@ -17,7 +17,7 @@ from jobkit.errors import EXIT_RESUMABLE
 from jobkit.run.records import Cause
 from jobkit.supervisor.agents import Agent, Lost, News
 from jobkit.supervisor.allocation import MARGIN_SECONDS, LaunchFailure
-from jobkit.supervisor.diagnosis import OF_A_STOP, Facts, LostNode
+from jobkit.supervisor.diagnosis import OF_A_STOP, Facts, FailedSetup, LostNode
 from jobkit.supervisor.protocol import Exited, Hello, NotStarted, Signalled, Silent
 
 REPORT_SECONDS = 3.0
@@ -108,12 +108,15 @@ class Running:
             case _:
                 return
 
-    def cannot_start(self, problem: LaunchFailure | LostNode) -> None:
+    def cannot_start(self, problem: LaunchFailure | LostNode | FailedSetup) -> None:
         """Note the reason why no rank could be started."""
-        if isinstance(problem, LostNode):
-            self.facts.lost_nodes.append(problem)
-        else:
-            self.facts.launch_error, self.facts.launch_is_final = problem.words, problem.final
+        match problem:
+            case FailedSetup():
+                self.facts.failed_setup = problem
+            case LostNode():
+                self.facts.lost_nodes.append(problem)
+            case LaunchFailure():
+                self.facts.launch_error, self.facts.launch_is_final = problem.words, problem.final
 
     def keep_nodes(self, alive: set[str]) -> None:
         """Count nodes that Slurm knows to be well as kept: their agents alone were killed."""

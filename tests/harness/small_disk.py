@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import os
 from pathlib import Path
 from types import TracebackType
 
 import pytest
-
-from harness.runs import wait_until
 
 INODES = 500
 
@@ -23,22 +22,20 @@ class SmallDisk:
     """A file system of a megabyte; the test is skipped where nobody may mount one."""
 
     libc = ctypes.CDLL(None, use_errno=True)
-    READ_ONLY, REMOUNT, DETACH = 1, 32, 2
+    READ_ONLY, REMOUNT, DETACH, BIND = 1, 32, 2, 4096
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        if self._mount(0, f"size=1m,nr_inodes={INODES}".encode()):
+        if self.libc.mount(b"none", bytes(folder), b"tmpfs", 0, f"size=1m,nr_inodes={INODES}".encode()):
             pytest.skip("only root can mount a small file system")
 
     def __enter__(self) -> SmallDisk:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self.remove()
-
-    def _mount(self, flags: int, options: bytes) -> int:
-        return self.libc.mount(b"none", bytes(self.folder), b"tmpfs", flags, options)
+        while self.folder.is_mount():
+            self.remove()
 
     def fill(self) -> None:
         """Leave no block, and fill the block that the journal has begun."""
@@ -60,9 +57,19 @@ class SmallDisk:
                 (self.folder / f".file{number}").touch()
         assert refused.value.errno == errno.ENOSPC
 
+    def free_inodes(self) -> None:
+        for file in self.folder.glob(".file*"):
+            file.unlink()
+
     def make_read_only(self) -> None:
-        """Succeeds once no process has a file open for writing."""
-        wait_until(lambda: not self._mount(self.REMOUNT | self.READ_ONLY, b""), "a read-only disk")
+        """Refuse all that is opened from here on; what is open for writing stays so."""
+        name = bytes(self.folder)
+        for flags in (self.BIND, self.BIND | self.REMOUNT | self.READ_ONLY):
+            assert self.libc.mount(name, name, None, flags, None) == 0, os.strerror(ctypes.get_errno())
+
+    def make_writable(self) -> None:
+        self.remove()
 
     def remove(self) -> None:
+        """Take the newest mount away: that of `make_read_only`, else the file system."""
         self.libc.umount2(bytes(self.folder), self.DETACH)

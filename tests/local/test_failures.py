@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import signal
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from harness.runs import Launch, Project, is_alive, wait_until, with_params
+from harness.small_disk import SmallDisk
 
 from jobkit.errors import EXIT_BAD_INPUT
 
@@ -102,48 +101,41 @@ def test_a_second_ctrl_c_kills_a_rank_that_ignores_the_first(project: Project) -
     assert (launch.status.state, launch.causes) == ("interrupted", ["stopped"])
 
 
-class SmallDisk:
-    """A file system of a megabyte over a folder. Example: `disk = SmallDisk(folder); disk.fill(); disk.remove()`."""
+CONFIG_IS_STALE = """
+import errno, os, pathlib
+read_text = pathlib.Path.read_text
+def stale(file, **options):
+    if file.name == "config.yaml" and os.path.exists("stale"):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(file))
+    return read_text(file, **options)
+pathlib.Path.read_text = stale
+"""
 
-    libc = ctypes.CDLL(None, use_errno=True)
-    READ_ONLY, REMOUNT, DETACH = 1, 32, 2
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        folder.mkdir(parents=True)
-        if self._mount(0, b"size=1m"):
-            pytest.skip("only root can mount a small file system")
-
-    def _mount(self, flags: int, options: bytes) -> int:
-        return self.libc.mount(b"none", bytes(self.folder), b"tmpfs", flags, options)
-
-    def fill(self) -> None:
-        """Leave no block, and fill the block that the journal has begun."""
-        with pytest.raises(OSError, match="No space left"), (self.folder / "ballast").open("wb", buffering=0) as file:
-            while True:
-                file.write(bytes(4096))
-        for journal in self.folder.glob("*/events.jsonl"):
-            if room := -journal.stat().st_size % 4096:
-                with journal.open("ab", buffering=0) as file:
-                    file.write(b"noise".ljust(room - 1) + b"\n")
-
-    def empty(self) -> None:
-        (self.folder / "ballast").unlink()
-
-    def make_read_only(self) -> None:
-        """Succeeds once no process has a file open for writing."""
-        wait_until(lambda: not self._mount(self.REMOUNT | self.READ_ONLY, b""), "a read-only disk")
-
-    def remove(self) -> None:
-        self.libc.umount2(bytes(self.folder), self.DETACH)
+def test_a_supervisor_whose_config_is_away_or_of_another_jobkit_goes_on(project: Project) -> None:
+    project.begin_with("jobkit.supervisor.main", CONFIG_IS_STALE)
+    launch = project.submit("--local", "--detach", steps=100_000).wait_for_step(10)
+    with launch.run.config_file.open("a") as file:
+        file.write("verify_every: 10\n")
+    refused = project.jobkit("submit", str(launch.run.config_file), "--local", check=False)
+    assert (refused.returncode, "verify_every" in refused.stderr) == (EXIT_BAD_INPUT, True)
+    project.write("stale", "")
+    before, step = launch.supervisor_pid, launch.step
+    launch.kill_supervisor()
+    wait_until(lambda: "waiting for the disk" in launch.run.job_log.read_text(), "the next supervisor")
+    launch.wait_for_step(step + 20)
+    (project.folder / "stale").unlink()
+    wait_until(lambda: launch.supervisor_pid != before, "the next supervisor's lease")
+    launch.end_training().wait_until_over()
+    assert (launch.status.state, launch.causes) == ("finished", ["finished"])
+    assert "not keys of this jobkit, and ignored: verify_every" in launch.run.job_log.read_text()
 
 
 @pytest.fixture
 def disk(project: Project) -> Iterator[SmallDisk]:
     """The runs directory of the project, as a disk of its own."""
-    disk = SmallDisk(project.folder / "runs")
-    yield disk
-    disk.remove()
+    with SmallDisk(project.folder / "runs") as disk:
+        yield disk
 
 
 def test_training_goes_on_while_the_disk_is_full_and_the_journal_catches_up(project: Project, disk: SmallDisk) -> None:

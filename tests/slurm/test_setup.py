@@ -29,6 +29,7 @@ def with_setup(project: Project, lines: str) -> None:
     project.write("profile.sh", PROFILE)
 
 
+MISSING = "load_no_module cuda: load_no_module: command not found (exit code 127)"
 SETS_WHAT_IT_NEEDS = "source profile.sh, 'test \"$FROM_PROFILE\" = yes', set -u, set -e"
 
 
@@ -38,16 +39,15 @@ def test_setup_here(project: Project) -> None:
     wait_until((project.folder / "torn_down").exists, "the teardown")
 
     with_setup(project, "load_no_module cuda")
-    failed = project.jobkit("submit", str(project.yaml), "--local", "params.steps=6", check=False)
-    assert failed.returncode in (1, 75)
+    notify = ["--notify", 'echo "$JOBKIT_STATE $JOBKIT_ERROR" >told']
+    failed = project.jobkit("submit", str(project.yaml), "--local", "params.steps=6", *notify, check=False)
     words = failed.stdout + failed.stderr
-    assert "load_no_module cuda" in words
-    assert "command not found" in words
-    assert "Traceback" not in words
+    assert (failed.returncode, MISSING in words, "Traceback" in words) == (1, True, False)
+    assert (project.folder / "told").read_text() == f"failed {MISSING}\n"
 
 
 def test_setup_on_slurm(make_slurm: Callable[..., Cluster], on_slurm: Callable[..., Project]) -> None:
-    cluster = make_slurm(nodes=5, cred_expire=5)  # of fewer nodes job.sh excludes none
+    cluster = make_slurm(nodes=2, cred_expire=5)
     project = on_slurm(cluster)
     with_setup(project, SETS_WHAT_IT_NEEDS)
     followed = project.jobkit("submit", str(project.yaml), "--cluster", "slurm", "--follow")
@@ -59,16 +59,18 @@ def test_setup_on_slurm(make_slurm: Callable[..., Cluster], on_slurm: Callable[.
     bad, good = project.folder.joinpath("tried").read_text().split()
     record = cluster.job(str(launch.status.job_id))
     assert (record["ExcNodeList"], record["NodeList"], record["Restarts"]) == (bad, good, "1")
-    assert (launch.causes, good != bad) == (["finished"], True)
+    assert (launch.causes, good != bad) == (["setup", "finished"], True)
 
-    with_setup(project, "load_no_module cuda")
-    launch = project.submit("--cluster", "slurm", steps=6)
-    wait_until(lambda: launch.run.job_log.exists() and "command not found" in launch.run.job_log.read_text(), "the job")
-    wait_until(
-        lambda: "load_no_module cuda" in project.jobkit("status", launch.run.name).stdout, "the line in the status"
-    )
-    project.jobkit("cancel", "-y", launch.run.name)
-    assert launch.wait_until_over().status.state == "cancelled"
+    with_setup(project, "echo $SLURMD_NODENAME >>failed, load_no_module cuda")
+    launch = project.submit("--cluster", "slurm", steps=6).wait_until_over()
+    assert len(set(project.folder.joinpath("failed").read_text().split())) == 2, "each node once"
+    assert (launch.status.state, launch.causes) == ("failed", ["setup", "setup"])
+    for verb, code in {"status": 0, "list": 0, "wait": 1, "logs": 0}.items():
+        shown = project.jobkit(verb, launch.run.name, check=False)
+        assert (shown.returncode, MISSING in shown.stdout) == (code, True), verb
+    job_id = str(launch.status.job_id)
+    record = wait_until(lambda: (job := cluster.job(job_id))["JobState"] == "FAILED" and job, "Slurm's own word")
+    assert (record["ExitCode"], record["Restarts"]) == ("1:0", "1")
 
 
 def test_a_torch_that_loads_in_no_job_ends_the_run_at_once(slurm: Cluster, on_slurm: Callable[..., Project]) -> None:

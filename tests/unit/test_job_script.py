@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from harness.small_disk import SmallDisk
 
 from jobkit.submission.sbatch import JOB_SCRIPT
 
 SUPERVISOR = """\
 #!/bin/sh
 # A supervisor that ends with the next of the exit codes in `codes`; `begin` before a code begins an attempt.
-echo "$@ JOB=$JOBKIT_JOB_ID X=$X" >>"$HERE/supervisors"
+echo "$@ JOB=$JOBKIT_JOB_ID X=$X${JOBKIT_SETUP_FAILED:+ SETUP=$JOBKIT_SETUP_FAILED}" >>"$HERE/supervisors"
 read -r word code <<EOF
 $(head -n 1 "$HERE/codes")
 EOF
@@ -143,22 +145,28 @@ FAILING = [
 
 
 @pytest.mark.parametrize("line", FAILING)
-def test_a_setup_line_that_fails_is_named_and_starts_the_job_on_another_node(job, tmp_path: Path, line: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_setup_line_that_fails_is_told_to_the_supervisor_and_else_starts_the_job_elsewhere(  # type: ignore[no-untyped-def]
+    job, tmp_path: Path, line: str
+) -> None:
     (tmp_path / "bad.sh").write_text("if true; then\n")
     (tmp_path / "activate").write_text("false\n")
     line = line.replace("bad.sh", f"{tmp_path}/bad.sh").replace("activate", f"{tmp_path}/activate")
-    done = job("begin 0", setup=["true", line, "echo not reached"])
-    assert (done.code, done.supervisors) == (1, [])
+    lines = ["true", line, "echo not reached"]
+    told = job("begin 3", setup=lines, teardown=["echo not reached"])
+    assert (told.code, len(told.supervisors), told.slurm) == (1, 1, [])
+    assert re.search(rf" SETUP=0 \d+ {re.escape(line)}$", told.supervisors[0])
+    done = job("1", "1", "1", setup=lines)  # Python itself may be what the line does not find
+    assert (done.code, len(done.supervisors)) == (1, 4)
     assert f"setup: {line}" in done.output
-    assert "not reached" not in done.output
+    assert "not reached" not in told.output + done.output
     assert [command for command in done.slurm if "show job" not in command and "sinfo" not in command] == [
         "scontrol requeue Incomplete 7",
         "scontrol update JobId=7 ExcNodeList=node9,node1",
     ]
 
 
-def test_a_setup_that_fails_in_three_starts_of_the_job_ends_it_even_on_one_node(job) -> None:  # type: ignore[no-untyped-def]
-    ways = [job("begin 0", setup=["false"], SLURM_RESTART_COUNT=str(count)).slurm for count in range(3)]
+def test_three_starts_of_the_job_that_begin_nothing_end_it_even_on_one_node(job) -> None:  # type: ignore[no-untyped-def]
+    ways = [job("1", "1", "1", SLURM_RESTART_COUNT=str(count)).slurm for count in range(3)]
     assert ["scontrol requeue Incomplete 7" in commands for commands in (ways[0], ways[1][len(ways[0]) :])] == [
         True,
         True,
@@ -186,7 +194,7 @@ def test_three_supervisors_without_a_beginning_leave_the_node(job) -> None:  # t
     ],
 )
 def test_a_blind_requeue_goes_by_the_state(job, variables: dict[str, str], commands: list[str]) -> None:  # type: ignore[no-untyped-def]
-    done = job("begin 0", setup=["false"], **variables)
+    done = job("1", "1", "1", **variables)
     assert done.code == 1
     assert [command for command in done.slurm if "requeue" in command] == commands
 
@@ -195,4 +203,21 @@ def test_here_no_scheduler_is_asked(job) -> None:  # type: ignore[no-untyped-def
     done = job("1", "1", "1", scheduler="local")
     assert (done.code, done.slurm) == (1, [])
     assert "JOB=local-" in done.supervisors[0]
-    assert job("begin 0", setup=["false"], scheduler="local").code == 1
+
+
+def test_a_disk_that_takes_nothing_is_no_nodes_fault(job, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    said = job("begin 4")
+    assert (said.code, len(said.supervisors), said.slurm) == (75, 1, [])
+    with SmallDisk(tmp_path / "runs/toy/submitit") as disk:
+        disk.make_read_only()
+        done = job("1", "1", "1", SLURM_RESTART_COUNT="9")
+    assert (done.code, len(done.supervisors), done.slurm) == (75, 4, [])
+    assert "node1 can begin no attempt" in done.output
+
+
+def test_a_run_directory_that_is_not_there_is_the_nodes_fault(job, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "runs/toy/submitit").rmdir()
+    done = job("1", "1", "1")
+    assert (done.code, len(done.supervisors)) == (1, 3)
+    assert "scontrol requeue Incomplete 7" in done.slurm
+    assert job("1", "1", "1", SLURM_RESTART_COUNT="3").slurm == done.slurm, "several starts: it is not the node"

@@ -175,8 +175,27 @@ def test_a_person_decides_after_an_end_that_no_retry_mends(cause: Cause, requeue
     assert decide([ended(cause, 0, 5)], RetryConfig(preemption=UNLIMITED), room).action == "stop"
 
 
+def test_a_setup_line_that_fails_is_tried_on_one_other_node() -> None:
+    """Where there is one; a newer state in between gives it another try."""
+
+    def failed(node: str | None) -> Attempt:
+        return ended("setup", None, nodes=(), node=node, error="module load x (exit code 1)")
+
+    first = decide([failed("node1")], RetryConfig(), Room(requeue="requeue"))
+    assert (first.action, list(first.avoid)) == ("requeue", ["node1"])
+    assert first.reason == "setup: module load x (exit code 1); one more try without node1"
+    trained = [failed("node1"), ended("preempted", 0, 5, how="requeue"), failed("node2")]
+    assert decide(trained, RetryConfig(), Room(requeue="successor")).action == "successor"
+    for attempts, room in (
+        ([failed("node1"), failed("node2")], Room(requeue="requeue")),
+        ([failed("node1")], Room(requeue="requeue", elsewhere=lambda without: "node1" not in without)),
+        ([failed(None)], Room(requeue="none", in_place=lambda without: True)),
+    ):
+        assert decide(attempts, RetryConfig(), room).action == "fail"
+
+
 def test_every_cause_is_known_to_the_policy() -> None:
-    assert set(BUDGETS) | {"finished", "cancelled", "stopped", "disk"} == set(get_args(Cause))
+    assert set(BUDGETS) | {"finished", "cancelled", "stopped", "setup", "disk"} == set(get_args(Cause))
     assert {*BUDGETS.values(), "patience"} == set(RetryConfig.__dataclass_fields__)
     assert set(BUDGETS) >= STAYS > DEATHS
 
