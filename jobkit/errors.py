@@ -7,6 +7,7 @@ error: toy.yaml:7: resources.nodes: found 0, expected 1 or more
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
@@ -106,6 +107,13 @@ class OutsideError(OSError):
 
     For an error whose own type does not reach this rank: it was a DataLoader's worker's, another rank's, or a thread's.
     """
+
+
+class NoRoom(OSError):
+    """The run directory's disk is full or read-only, and has taken no checkpoint for minutes."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__(errno.ENOSPC, words)
 
 
 class Stopped(SystemExit):

@@ -28,8 +28,8 @@ from jobkit.run.view import LOST, UNDER_WAY, View, look
 T = TypeVar("T")
 
 # fmt: off
-FACTS = ("run", "state", "step", "total_steps", "eta", "waits", "attempts", "checkpoint", "age", "where", "job", "reason",
-         "seed", "name", "path", "params", "result")
+FACTS = ("run", "state", "step", "total_steps", "eta", "waits", "attempts", "checkpoint", "age", "where", "job",
+         "reason", "seed", "name", "path", "params", "result")
 # fmt: on
 """Names that every run has, or could have; other names are `params.x`, `result.x` and metrics."""
 

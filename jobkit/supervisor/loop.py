@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE
 from jobkit.log import log
-from jobkit.run import disk
+from jobkit.run.disk import FULL_DISK_SECONDS, may_return
 from jobkit.run.records import Began, Cause, Request
 from jobkit.supervisor import attempt as attempts
 from jobkit.supervisor import notify
@@ -67,12 +67,12 @@ T = TypeVar("T")
 
 def once_there_is_room(act: Callable[[], T], wait: Callable[[], object]) -> T:
     """Return the result of `act`; where the disk is full or away try for FULL_DISK_SECONDS, else raise OSError."""
-    deadline = time.monotonic() + disk.FULL_DISK_SECONDS
+    deadline = time.monotonic() + FULL_DISK_SECONDS
     while True:
         try:
             return act()
         except OSError as error:
-            if not disk.may_return(error) or time.monotonic() >= deadline:
+            if not may_return(error) or time.monotonic() >= deadline:
                 raise
             log.warning("waiting for the disk: %s", error)
         wait()

@@ -112,6 +112,12 @@ class Clock:
         """Count time from here."""
         self.since = time.monotonic()
 
+    def has_passed(self, intervals: int, since: float, step: int, now_at: int) -> bool:
+        """Return whether so many intervals have passed since a time and a step."""
+        if self.steps is not None:
+            return now_at - step >= intervals * self.steps
+        return self.seconds is not None and time.monotonic() - since >= intervals * self.seconds
+
     def is_due_after(self, step: int) -> bool:
         """Return whether the number of steps done calls for a save: the same on every rank."""
         return self.steps is not None and step % self.steps == 0

@@ -6,7 +6,6 @@ loop --due?--> Checkpoints --stage, write, snapshot--> Checkpointer (checkpoint/
 
 from __future__ import annotations
 
-import errno
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -14,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from jobkit.checkpoint.checkpointer import Checkpointer, Pending
-from jobkit.errors import OutsideError
+from jobkit.errors import NoRoom, OutsideError
+from jobkit.group import RankError
 from jobkit.log import log
+from jobkit.run.disk import FULL_DISK_SECONDS, is_full
 from jobkit.run.journal import read_status
 from jobkit.run.schema import AUTO
 from jobkit.run.slots import Phase
@@ -31,6 +32,15 @@ from jobkit.worker.checkpoint_interval import (
 from jobkit.worker.rank import Rank
 from jobkit.worker.reporter import Reporter
 from jobkit.worker.tracked import Tracked
+
+RETRY_SECONDS = 60.0
+"""After so long a save is tried again that the disk did not take."""
+
+MOST_MISSED = 3
+"""So many times `checkpoint.every` are missed on a full disk; then the training waits for room."""
+
+HOLD_SECONDS = 5.0
+"""Between two tries of a training that waits for room."""
 
 WriteFiles = Callable[[Path], object]
 
@@ -81,8 +91,13 @@ class Checkpoints:
         """Return whether the clock does, on rank 0; while a checkpoint is being written, none is due."""
         if self.rank.rank != 0:
             return False, False
-        disk = self._disk.is_due_now() and not self.checkpointer.is_writing
+        tries_again = self._error is not None and time.monotonic() - self._failed_at >= RETRY_SECONDS
+        disk = (self._disk.is_due_now() or tries_again) and not self.checkpointer.is_writing
         return disk, self._memory.is_due_now() and self.write_files is None
+
+    def urgency(self, step: int) -> int:
+        """Return Wish.disk for a checkpoint that is due, as far as this rank has heard of the ones before."""
+        return 1 if self._full is None or not self._disk.has_passed(MOST_MISSED - 1, *self._full, step) else 2
 
     def stage(self, boundary: Boundary, *, is_last: bool = False) -> Pending:
         """Copy the state: the loop waits for this alone. `is_last`: the training function has returned."""
@@ -105,17 +120,45 @@ class Checkpoints:
         self._stall = pending.seconds
         self._disk.restart()
         self._memory.restart()
-        self.checkpointer.write(pending)
         if wait:
-            self.wait(pending.step)
+            self.wait(pending)
+        else:
+            self.checkpointer.write(pending)
 
-    def wait(self, step: int) -> None:
-        """Return when the checkpoint of a step is durable. Raises OSError if the disk did not take it."""
-        self.checkpointer.wait_for_write()
-        self.look()
-        if self.checkpointer.durable_step != step:
-            words = self._error or f"the checkpoint of step {step} was not written"
-            raise OSError(errno.ENOSPC, words) if self._is_full else OutsideError(words)
+    def wait(self, pending: Pending) -> None:
+        """Return when a copy is durable; write it if nobody has. Raises OSError if the disk does not take it."""
+
+        def try_once() -> None:
+            if not pending.is_written:
+                self.checkpointer.write(pending)
+            self.checkpointer.wait_for_write()
+            self.look()
+            if self.checkpointer.durable_step != pending.step:
+                pending.is_written = False
+                words = self._error or f"the checkpoint of step {pending.step} was not written"
+                raise NoRoom(words) if self._full is not None else OutsideError(words)
+
+        self.with_room(try_once)
+
+    def with_room(self, write: Callable[[], None]) -> None:
+        """Call a function that writes on behalf of all ranks, until the disk has room for it.
+
+        The state is in this memory alone. Raises NoRoom after FULL_DISK_SECONDS, and any other error at once.
+        """
+        deadline, beat = time.monotonic() + FULL_DISK_SECONDS, self.rank.page.read()
+        while True:
+            try:
+                write()
+                break
+            except (OSError, RankError) as error:
+                if not (is_full(error) or getattr(error, "disk", False)):
+                    raise
+                if self.checkpointer.ranks.broadcast(time.monotonic() >= deadline):
+                    raise NoRoom(str(error)) from error
+                self.reporter.warn("the disk is full or read-only: the training waits for room")
+            self.saving()
+            time.sleep(HOLD_SECONDS)
+        self.rank.beat(beat.step, beat.phase)
 
     def snapshot(self, boundary: Boundary, least_complete: int) -> None:
         """Copy the state into memory that outlives this rank."""
@@ -133,15 +176,22 @@ class Checkpoints:
             self._memory.seconds = max(interval, stall / MAX_OVERHEAD, MIN_MEMORY_SECONDS)
 
     _error: str | None = None
-    _is_full = False
+    """Of the last save; it is tried again RETRY_SECONDS after `_failed_at`."""
+    _failed_at = 0.0
+    _full: tuple[float, int] | None = None
+    """Time and step of the first of the saves in a row for which the disk had no room."""
 
     def look(self) -> None:
         """Take in the outcomes of saves."""
         for outcome in self.checkpointer.collect():
-            self._error, self._is_full = outcome.error, outcome.is_full
+            is_first, self._error = self._error is None, outcome.error
             if outcome.error is not None:
-                self.reporter.warn(outcome.error)
+                self._failed_at = time.monotonic()
+                self._full = (self._full or (self._failed_at, outcome.step)) if outcome.is_full else None
+                if is_first:
+                    self.reporter.warn(f"{outcome.error}; it is tried again each minute")
                 continue
+            self._full = None
             if outcome.gave_way is not None:
                 self.reporter.warn(
                     f"the disk is full: the checkpoint of step {outcome.gave_way} gave way to step {outcome.step}"

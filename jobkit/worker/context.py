@@ -517,7 +517,8 @@ class Context:
                 for value in self._tracked.objects.values():
                     if isinstance(value, torch.optim.Optimizer):
                         averages.enter_context(self._step.averaged(value))
-                write_final(self._rank.run, modules, result, self._ranks, self._rank.check_lease, make_room)
+                place = self._rank.run, modules, result, self._ranks, self._rank.check_lease, make_room
+                self._checkpoints.with_room(lambda: write_final(*place))
             pending = self._checkpoints.stage(self._loop.boundary, is_last=True)
             self._checkpoints.write(pending, wait=True)
             self._checkpoints.offer_best(pending, self._loop.last_values)

@@ -24,8 +24,8 @@ class Wish:
     ordinal: int
     """Counts boundaries: ranks that take different numbers of batches are at different ones."""
     stop: bool = False
-    disk: bool = False
-    """A checkpoint is due."""
+    disk: int = 0
+    """1: a checkpoint is due. 2: so many were missed on a full disk that the training waits for this one."""
     memory: bool = False
     """A snapshot in memory is due."""
     bad: bool = False
@@ -56,6 +56,8 @@ class Decision:
 
     stop: bool
     disk: bool
+    holds: bool
+    """The steps wait until the checkpoint is durable."""
     memory: bool
     bad: bool
     apart: tuple[int, int] | None
@@ -77,6 +79,7 @@ def decide(maximum: Sequence[float]) -> Decision:
     return Decision(
         stop=bool(stop) and not bad,
         disk=bool(disk) and not bad,
+        holds=disk > 1 and not bad,
         memory=bool(memory) and not (disk or stop or bad),
         bad=bool(bad),
         apart=(int(-negative_least), int(greatest)) if greatest != -negative_least else None,

@@ -24,12 +24,13 @@ from jobkit.errors import (
     InputError,
     JobkitError,
     LostLease,
+    NoRoom,
     Stopped,
     UsageError,
 )
 from jobkit.log import log
 from jobkit.run import records
-from jobkit.run.disk import is_full
+from jobkit.run.disk import is_full, write_probe
 from jobkit.run.files import as_plain, is_there
 from jobkit.run.records import End
 from jobkit.run.slots import Phase
@@ -93,7 +94,7 @@ def end_of(rank: Rank, error: BaseException | None, result: Any) -> End:
         "seen": _seen(rank),
     }
     # A stop may have been swallowed, by a `finally: return` or an `except BaseException`: it is a stop nevertheless.
-    causes = chain_of(error, hidden=True)
+    causes = list(chain_of(error, hidden=True))
     if (error is None and beat.phase is Phase.SAVING) or any(isinstance(item, Stopped) for item in causes):
         return End(kind="stopped", **facts)
     if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code == EXIT_RESUMABLE):
@@ -110,7 +111,9 @@ def end_of(rank: Rank, error: BaseException | None, result: Any) -> End:
         signature=place_of(error),
         out_of_memory=out_of_memory(error),
         samples=getattr(error, "samples", None),
-        disk=is_full(error),
+        # A cache in a full home is an error as any: the run directory may have room.
+        disk=any(isinstance(item, NoRoom) for item in causes)
+        or (is_full(error) and is_full(write_probe(rank.run.path))),
         **facts,
     )
 

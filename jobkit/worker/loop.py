@@ -168,7 +168,7 @@ class Loop:
         if decision.disk or due:
             pending = self._checkpoints.stage(self.boundary)
             if decision.disk:
-                self._checkpoints.write(pending)
+                self._checkpoints.write(pending, wait=decision.holds)
             self._pending = pending if due else None
         elif decision.memory:
             self._checkpoints.snapshot(self.boundary, decision.least_complete)
@@ -199,7 +199,7 @@ class Loop:
         wish = Wish(
             ordinal=self._ordinal,
             stop=self._rank.stop_asked or self._drill_stops("stop", "epoch end"),
-            disk=disk or disk_now or (before_last and self.drill is None),
+            disk=self._checkpoints.urgency(step) if disk or disk_now else before_last and self.drill is None,
             memory=memory or memory_now,
             bad=self._health.is_bad(),
             step_seconds=self._timing.measure(step),
@@ -257,9 +257,7 @@ class Loop:
         self._checkpoints.saving()
         if pending is None:
             pending = self._checkpoints.stage(self.boundary)
-        if not pending.is_written:
-            self._checkpoints.write(pending)
-        self._checkpoints.wait(pending.step)
+        self._checkpoints.wait(pending)
         self._raise_stopped(pending.step)
 
     def _raise_stopped(self, step: int | None) -> None:

@@ -19,15 +19,15 @@ INODES = 500
 
 
 class SmallDisk:
-    """A file system of a megabyte; the test is skipped where nobody may mount one."""
+    """A file system of some megabytes; the test is skipped where nobody may mount one."""
 
     libc = ctypes.CDLL(None, use_errno=True)
     READ_ONLY, REMOUNT, DETACH, BIND = 1, 32, 2, 4096
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, megabytes: int = 1) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        if self.libc.mount(b"none", bytes(folder), b"tmpfs", 0, f"size=1m,nr_inodes={INODES}".encode()):
+        if self.libc.mount(b"none", bytes(folder), b"tmpfs", 0, f"size={megabytes}m,nr_inodes={INODES}".encode()):
             pytest.skip("only root can mount a small file system")
 
     def __enter__(self) -> SmallDisk:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
-from harness.runs import Launch, Project
+from harness.runs import Launch, Project, wait_until
+from harness.small_disk import SmallDisk
 from harness.training import points
 
+from jobkit.run.slots import Phase
+
 TASK = """\
-import time
+import os, time
+from pathlib import Path
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -117,6 +119,9 @@ def two_loops(ctx):
     for step in ctx.steps(4): pass
 
 def big(ctx):
+    marks = Path(ctx.run_dir, "outputs", "ranks")
+    marks.mkdir(parents=True, exist_ok=True)
+    (marks / str(ctx.rank)).write_text(f"{ctx.attempt} {os.getpid()}")
     model = ctx.parallelize(nn.Linear(700, 700))
     ctx.track(model=model)
     for step in ctx.steps(ctx.params.steps):
@@ -199,14 +204,12 @@ def test_a_model_that_each_rank_trains_alone_is_refused(tmp_path: Path) -> None:
     assert "comes from ctx.parallelize" in str(launch.ends[0].error)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
 def test_on_a_full_disk_the_oldest_checkpoint_gives_way_and_training_goes_on(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=9m", "tmpfs", str(disk)], check=True)
-    try:  # a checkpoint has 2 MB: with four of them, and `final/`, the disk is full
+    with SmallDisk(
+        tmp_path / "disk", megabytes=9
+    ):  # a checkpoint has 2 MB: with four of them, and `final/`, it is full
         more = "checkpoint: {every: 10, memory: off, keep: 5}\n"
-        launch = run(tmp_path / "project", "big", 1, more, "--runs-dir", str(disk / "runs")).wait_until_over()
+        launch = run(tmp_path / "project", "big", 1, more, "--runs-dir", str(tmp_path / "disk/runs")).wait_until_over()
         assert launch.status.state == "finished"
         steps = sorted(int(path.name[5:]) for path in launch.run.checkpoints.glob("step_*"))
         assert steps[-1] == 60
@@ -214,8 +217,46 @@ def test_on_a_full_disk_the_oldest_checkpoint_gives_way_and_training_goes_on(tmp
         progress = launch.run.progress()
         assert progress is not None
         assert any("gave way" in warning for warning in progress.warnings)
-    finally:
-        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+FULL = "checkpoint: {every: 10, memory: off, keep: 1}\n"
+
+
+def test_training_waits_for_room_after_three_missed_checkpoints_and_goes_on(tmp_path: Path) -> None:
+    with SmallDisk(tmp_path / "disk", megabytes=9) as disk:
+        words = ("--runs-dir", str(tmp_path / "disk/runs"), "params.steps=100")
+        launch = run(tmp_path / "project", "big", 3, FULL, *words)
+        launch.wait_until(lambda me: me.run.durable_step(), "the first checkpoint")
+        pages = [launch.page(rank) for rank in range(3)]
+        disk.fill()
+        for page in pages:
+            wait_until(lambda page=page: page.read().phase is Phase.SAVING, "a rank to wait")
+        saved = launch.run.durable_step() or 0
+        assert {page.read().step for page in pages} == {saved + 30}, "two missed, and the third is waited for"
+        disk.empty()
+        launch.wait_until_over()
+        assert (launch.status.state, launch.causes, launch.status.result) == ("finished", ["finished"], {"step": 100})
+        assert launch.run.durable_step() == 100
+
+
+def test_a_job_gives_up_a_state_that_the_disk_does_not_take(tmp_path: Path) -> None:
+    project = Project(tmp_path / "project", yaml=YAML.format(task="big", ranks=3) + FULL, plain=False)
+    project.write("faults_task.py", TASK)
+    for module in ("jobkit.supervisor.main", "jobkit.worker.agent"):
+        project.begin_with(module, "from jobkit.run import disk\ndisk.FULL_DISK_SECONDS = 2.0\n")
+    with SmallDisk(tmp_path / "disk", megabytes=9) as disk:
+        words = ("--local", "--detach", "--runs-dir", str(tmp_path / "disk/runs"), "params.steps=400")
+        launch = project.submit(*words).wait_until(lambda me: me.run.durable_step(), "the first checkpoint")
+        disk.fill()
+        wait_until(lambda: not launch.run.alive_lock().is_held(), "the end of the job")
+        saved = launch.run.durable_step() or 0
+        disk.empty()
+        launch = project.submit(*words)
+        launch.wait_for_step(saved + 40)
+        assert (len(launch.status.attempts), launch.status.state) == (2, "running")
+        progress = launch.run.progress()
+        assert progress is not None and progress.first_step == saved
+        project.jobkit("cancel", "-y", "--no-grace", str(launch.run.path))
 
 
 def test_an_error_of_the_writers_thread_ends_the_rank(tmp_path: Path) -> None:

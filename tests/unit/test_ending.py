@@ -11,8 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.small_disk import SmallDisk
 
-from jobkit.errors import CheckpointError, InputError, JobkitError, LostLease, Nature, OutsideError, Stopped, UsageError
+from jobkit.errors import (
+    CheckpointError,
+    InputError,
+    JobkitError,
+    LostLease,
+    Nature,
+    NoRoom,
+    OutsideError,
+    Stopped,
+    UsageError,
+)
 from jobkit.run.rundir import RunDir
 from jobkit.run.slots import Page, Phase
 from jobkit.weather import place_of
@@ -73,8 +84,9 @@ ENDS = {
         {"kind": "failed", "out_of_memory": "host"},
     ),
     "memory of a device": (OutOfMemoryError("x"), 1, {"kind": "failed", "out_of_memory": "GPU"}),
-    "a full disk": (NO_SPACE, 75, {"kind": "failed", "disk": True}),
-    "a full disk behind an error": (caused_by(ValueError("x"), NO_SPACE), 75, {"kind": "failed", "disk": True}),
+    "a full disk": (NoRoom("x"), 75, {"kind": "failed", "disk": True}),
+    "a full disk behind an error": (caused_by(ValueError("x"), NoRoom("x")), 75, {"kind": "failed", "disk": True}),
+    "a cache in a full home": (NO_SPACE, 1, {"kind": "failed", "disk": False, "nature": None}),
 }
 
 
@@ -193,7 +205,14 @@ def test_a_rank_without_the_lease_leaves_no_end(rank: Rank) -> None:
 def test_an_end_that_the_disk_does_not_take_is_told_by_the_code(rank: Rank) -> None:
     rank.run.path.write_text("no folder")
     assert run_recorded(rank, raising(ValueError("x"))) == 1
-    assert run_recorded(rank, raising(NO_SPACE)) == 75
+    assert run_recorded(rank, raising(NoRoom("x"))) == 75
+
+
+def test_a_full_run_directory_is_the_reason_of_a_write_of_the_users_own_that_fails(rank: Rank) -> None:
+    with SmallDisk(rank.run.path) as disk:
+        assert run_recorded(rank, raising(NO_SPACE)) == 1
+        disk.fill()
+        assert run_recorded(rank, raising(NO_SPACE)) == 75
 
 
 def test_of_a_long_traceback_the_end_is_kept(rank: Rank) -> None:
