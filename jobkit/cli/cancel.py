@@ -24,6 +24,7 @@ from jobkit.run.records import Cancelled
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import runs_dir_of, sweep_cancel_file, sweep_file, sweep_lock
 from jobkit.run.view import LOST, View, view, views
+from jobkit.slurm import jobs
 from jobkit.usage import show_examples, to_continue, to_type
 
 PATIENCE_SECONDS = 180.0
@@ -84,8 +85,6 @@ def cancel(runs: Sequence[RunDir], *, grace: bool = True) -> Iterator[tuple[int,
             elif now.state != LOST:
                 now.run.ask("cancel", now.status, None if grace else 0.0)
     if queued:
-        from jobkit.slurm import jobs
-
         jobs.cancel(*queued)  # one command for all of them
     if waiting:
         log.info("waiting until %s", "the ranks have saved and ended" if grace else "the ranks have ended")
@@ -97,14 +96,18 @@ def cancel(runs: Sequence[RunDir], *, grace: bool = True) -> Iterator[tuple[int,
         # A controller that is away takes 9 s to say so: what the supervisor journals is not to wait for that.
         over = [before for before in waiting if (is_due and before.answered) or read_status(before.run).is_over]
         for before, now in zip(over, views([before.run for before in over]), strict=True):
-            if now.is_over and now.status.token == before.status.token:
+            is_ours = now.status.person_submission == before.status.person_submission
+            if now.is_over and is_ours:
                 now = _settle(now)  # under the lock, for which another command may have been first
-            if now.status.token != before.status.token:
+                is_ours = now.status.person_submission == before.status.person_submission
+            if not is_ours:
                 waiting.remove(before)
                 yield EXIT_FINISHED, f"{now.run.name} was stopped, and is {now.state}: another command continued it"
             elif now.is_over:
                 waiting.remove(before)
                 yield EXIT_FINISHED, _outcome(now)
+            elif now.is_pending:  # its attempt ended meanwhile, and the run is in the queue again
+                jobs.cancel(str(now.job_id))
         time.sleep(LOOK_SECONDS)
     for before in waiting:
         if grace or before.answered:

@@ -183,7 +183,8 @@ class Request:
     """A person's request to a running attempt. A request of another submission or attempt is stale."""
 
     kind: RequestKind
-    token: str
+    submission: int
+    """Status.person_submission: of the jobs that follow each other by themselves, any may carry it out."""
     attempt: int
     """The newest attempt when it was asked; 0 before the first. Where that one had ended, none shall follow it."""
     grace: float | None = None

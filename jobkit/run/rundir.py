@@ -213,7 +213,8 @@ class RunDir:
         request about an earlier attempt, or another submission, is stale.
         """
         attempt = status.attempt.number if status.attempt is not None else 0
-        request = Request(kind=kind, token=str(status.token), attempt=attempt, grace=grace, user=user_name())
+        submission = status.person_submission
+        request = Request(kind=kind, submission=submission, attempt=attempt, grace=grace, user=user_name())
         file = self.request_file(kind)
         file.parent.mkdir(exist_ok=True)
         records.write(file, request, durable=False)

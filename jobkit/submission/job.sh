@@ -140,9 +140,10 @@ jobkit_setup_failed() {
     jobkit_serve
 }
 
-# Slurm sends SIGTERM to the whole batch step when it ends a job, and KillWait later SIGKILL.
-trap : TERM
-unset JOBKIT_SETUP_FAILED
+# Slurm sends SIGTERM to the whole batch step when it ends a job, and KillWait later SIGKILL. Here it is Ctrl-C. Lines
+# that fail of it are explained by it.
+trap 'export JOBKIT_SIGNALLED=yes' TERM
+unset JOBKIT_SETUP_FAILED JOBKIT_SIGNALLED
 jobkit_count && jobkit_counted=yes
 trap 'jobkit_setup_failed $?' EXIT # a line of the user's may exit, as ${DATA:?} does
 # `source FILE`, with redirections: not with arguments, as `source activate ENV` has, whose status tells.

@@ -21,7 +21,7 @@ from jobkit.run.journal import Journal
 from jobkit.run.records import Began, Cancelled, Refused, Requeued
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Attempt, Status
-from jobkit.supervisor.closing import REQUESTS, end_attempt, facts_of_lost, facts_of_rescue, request_of
+from jobkit.supervisor.closing import REQUESTS, cancel_of, end_attempt, facts_of_lost, facts_of_rescue
 from jobkit.supervisor.diagnosis import Facts
 from jobkit.supervisor.retry import Decision, Room
 from jobkit.supervisor.tenure import Me, NotRunnable, Tenure, way_back
@@ -78,8 +78,7 @@ def begin(tenure: Tenure, nodes: list[str], ranks: int) -> int:
         assert journal.status.open_attempt is None, "the last attempt is not closed"
         last = journal.status.attempt
         number = last.number + 1 if last is not None else 1
-        request = request_of(run, me.token, number)
-        if request is not None and request.kind == "cancel":
+        if (request := cancel_of(journal.status, run)) is not None:
             journal.append(Cancelled(user=request.user))
             raise _over(journal.status)
         run.logs(number).mkdir(parents=True, exist_ok=True)
@@ -87,7 +86,8 @@ def begin(tenure: Tenure, nodes: list[str], ranks: int) -> int:
         tenure.write_lease(number)  # before the journal: from here on ranks of an older attempt publish nothing
         for kind in REQUESTS:
             stale = run.request(kind)
-            if stale is not None and not (kind == "cancel" and stale.token == me.token):  # such a cancel came just now
+            is_open = stale is not None and stale.submission == journal.status.person_submission
+            if stale is not None and not (kind == "cancel" and is_open):  # such a cancel came just now
                 run.request_file(kind).unlink(missing_ok=True)
         began = Began(
             attempt=number,

@@ -15,7 +15,7 @@ from jobkit.log import log
 from jobkit.run.chain import awaited, decide
 from jobkit.run.records import Cancelled, Event, Refused
 from jobkit.run.view import views
-from jobkit.supervisor.closing import request_of
+from jobkit.supervisor.closing import cancel_of
 from jobkit.supervisor.retry import Decision
 from jobkit.supervisor.tenure import NotRunnable, Tenure, way_back
 
@@ -39,8 +39,7 @@ def wait(tenure: Tenure, signals: list[int]) -> None:
         if turn.action == "end":
             _end(tenure, Refused(token=me.token, error=turn.words))
         run.failed_starts.unlink(missing_ok=True)  # this start of the job did all that it could
-        request = request_of(run, me.token, 0)
-        if request is not None and request.kind == "cancel":
+        if (request := cancel_of(journal.status, run)) is not None:
             _end(tenure, Cancelled(user=request.user))
         if journal.status.submitted is not None and journal.status.submitted.scheduler == "slurm":
             from jobkit.supervisor.requeue import start_again

@@ -17,7 +17,7 @@ from jobkit.log import log
 from jobkit.run.disk import is_full, may_return, write_probe
 from jobkit.run.records import Cancelled, Cause, Ended, Finished, Lease, Request, Requeued
 from jobkit.run.rundir import RunDir
-from jobkit.run.status import Attempt, fold
+from jobkit.run.status import Attempt, Status, fold
 from jobkit.supervisor.diagnosis import Facts, LostNode, Traces, Verdict, diagnose, last_words
 from jobkit.supervisor.retry import Decision, Room, decide
 from jobkit.supervisor.tenure import Me, Tenure
@@ -26,15 +26,22 @@ REQUESTS: dict[str, Cause] = {"cancel": "cancelled", "stop": "stopped", "preempt
 """The wishes of commands; rather a cancel than a stop or a preemption."""
 
 
-def request_of(run: RunDir, token: str, attempt: int) -> Request | None:
-    """Return what a person asks of an attempt.
+def request_of(run: RunDir, submission: int, attempt: int) -> Request | None:
+    """Return what a person asks of an attempt, or of the submission that the person made.
 
     A cancel is about the submission: one that names the attempt before this one came between the two.
     """
     for request in map(run.request, REQUESTS):
-        if request is not None and request.token == token and (request.kind == "cancel" or request.attempt == attempt):
+        is_ours = request is not None and request.submission == submission
+        if request is not None and is_ours and (request.kind == "cancel" or request.attempt == attempt):
             return request
     return None
+
+
+def cancel_of(status: Status, run: RunDir) -> Request | None:
+    """Return the wish of a person that no attempt of the newest submission shall follow."""
+    request = request_of(run, status.person_submission, 0)
+    return request if request is not None and request.kind == "cancel" else None
 
 
 def end_attempt(tenure: Tenure, facts: Facts, room: Room) -> Decision:
@@ -53,7 +60,7 @@ def end_attempt(tenure: Tenure, facts: Facts, room: Room) -> Decision:
         said=lambda rank: last_words(run.rank_log(number, rank, "err")),
     )
     verdict = diagnose(facts, traces, attempt.began, command=is_command)
-    request = request_of(run, tenure.me.token, number)
+    request = request_of(run, attempt.submission, number)
     if request is not None and request.kind == "cancel" and verdict.cause != "finished":
         verdict = Verdict(cause="cancelled")
     steps = [end.step for end in traces.ends] + [exited.step for exited, _ in facts.exits if exited.step >= 0]
@@ -126,5 +133,5 @@ def facts_of_lost(run: RunDir, attempt: Attempt, me: Me, lease: Lease | None) ->
             if lease is not None and lease.node and nodes.died_since(lease.node, attempt.began.time):
                 return Facts(lost_nodes=[LostNode(node=lease.node, why="it held the batch script, and died")])
         return Facts(word="preempted")
-    request = request_of(run, attempt.began.token, attempt.number)
+    request = request_of(run, attempt.submission, attempt.number)
     return Facts() if request is None else Facts(asked=(REQUESTS[request.kind], ""))

@@ -337,8 +337,9 @@ class Supervisor:
 
     def _look_at_disk(self) -> Request | None:
         """Return a request for this attempt; called in a thread."""
-        attempt = self.tenure.journal.status.attempt
-        return request_of(self.tenure.run, self.tenure.me.token, 0 if attempt is None else attempt.number)
+        status = self.tenure.journal.status
+        attempt = 0 if status.attempt is None else status.attempt.number
+        return request_of(self.tenure.run, status.person_submission, attempt)
 
     # End
 

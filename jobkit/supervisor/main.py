@@ -37,6 +37,8 @@ def main(arguments: Sequence[str]) -> int:
     scheduler, path, *srun_arguments = arguments
     run = RunDir(path)
     signals: list[int] = []
+    if os.environ.pop("JOBKIT_SIGNALLED", ""):  # during the setup lines
+        signals.append(signal.SIGTERM)
     for signum in (signal.SIGTERM, signal.SIGINT):  # job.sh has ignored SIGTERM until here
         signal.signal(signum, lambda number, frame: signals.append(number))
     try:

@@ -21,6 +21,7 @@ from jobkit.run.records import Cancelled, Refused, new_token
 from jobkit.run.schema import Config
 from jobkit.slurm import commands, jobs, nodes
 from jobkit.slurm.jobs import Job
+from jobkit.supervisor.closing import cancel_of
 from jobkit.supervisor.placement import nodes_to_use
 from jobkit.supervisor.retry import Decision
 from jobkit.supervisor.tenure import Me
@@ -28,6 +29,10 @@ from jobkit.supervisor.tenure import Me
 PAUSE_SECONDS = 5.0
 """Between two tries to reach a controller that is away. A controller that is back ends a job whose script has died: a
 helper of an agent has KillWait, 30 s by default, and a question takes 9 s."""
+
+
+SCANCEL_SECONDS = 1.0
+"""How long a job that is requeued is watched. Slurm leaves its processes KillWait."""
 
 
 def could_start_without(journal: Journal, config: Config, job: Job | None, without: Collection[str]) -> bool:
@@ -59,6 +64,9 @@ def start_again(
     is_refused = decision.action == "successor"
     while True:
         try:
+            if (request := cancel_of(journal.status, journal.run)) is not None:  # it came since the attempt's end
+                journal.append(Cancelled(user=request.user))
+                return
             job, now = jobs.show(me.job_id), jobs.controller_time()
             is_queued = job is not None and job.is_requeued(now, me.restart)  # by Slurm itself, or by an earlier try
             if job is not None and not is_queued and jobs.stop_cause(job, now) == "cancelled":
@@ -73,6 +81,8 @@ def start_again(
                     jobs.begin_later(me.job_id, decision.pause)
                 if after:
                     jobs.depend(me.job_id, after)
+                if _is_cancelled_since(me.job_id):
+                    journal.append(Cancelled(reason="scancel"))
             else:
                 journal.append(Cancelled(reason="scancel"))
             return
@@ -85,6 +95,13 @@ def start_again(
                 is_refused = True  # JobRequeue=0, --no-requeue
                 continue
         time.sleep(PAUSE_SECONDS)
+
+
+def _is_cancelled_since(job_id: str) -> bool:
+    """Return whether a scancel follows the requeue at once: nobody else would journal it."""
+    time.sleep(SCANCEL_SECONDS)
+    job = jobs.show(job_id)
+    return job is not None and jobs.stop_cause(job, jobs.controller_time()) == "cancelled"
 
 
 def _exclude(journal: Journal, me: Me, job: Job | None) -> None:

@@ -72,7 +72,8 @@ class Launched:
         exits = [Exited(serial=1, attempt=self.rank.attempt, rank=rank, code=code, step=step) for rank in ranks]
         facts = Facts(exits=[(exited, host) for exited in exits])
         if end.kind == "stopped":
-            request = request_of(self.rank.run, self.tenure.me.token, self.rank.attempt)
+            submission = self.tenure.journal.status.person_submission
+            request = request_of(self.rank.run, submission, self.rank.attempt)
             facts.asked = ("stopped" if request is None else REQUESTS[request.kind]), ""
         attempt.close(self.tenure, facts, Room())
 
@@ -114,7 +115,8 @@ def begin(loaded: Loaded, run: RunDir, launch: Launch) -> Launched | None:
     os.environ.update(JOBKIT_RUN=str(run.path), JOBKIT_ATTEMPT=str(rank.attempt))
     take_stop_signals(page, ctrl_c=True)
     if launched.tenure is not None:
-        threading.Thread(target=_watch_requests, args=(rank, launched.tenure.me.token), daemon=True).start()
+        submission = launched.tenure.journal.status.person_submission
+        threading.Thread(target=_watch_requests, args=(rank, submission), daemon=True).start()
     return launched
 
 
@@ -231,8 +233,8 @@ def with_topology(config: Config, launch: Launch) -> Config:
     return dataclasses.replace(config, resources=resources)
 
 
-def _watch_requests(rank: Rank, token: str) -> None:
+def _watch_requests(rank: Rank, submission: int) -> None:
     """In a thread of rank 0: a request of a command stops the run."""
-    while request_of(rank.run, token, rank.attempt) is None:
+    while request_of(rank.run, submission, rank.attempt) is None:
         time.sleep(REQUEST_SECONDS)
     rank.page.ask_to_stop()

@@ -89,3 +89,24 @@ def test_a_job_that_may_not_be_requeued_is_followed_by_another(
     project.jobkit("cancel", "-y", launch.run.name)
     launch.wait_until_over()
     launch.assert_repeated("none")
+
+
+@pytest.mark.parametrize("requeue", [True, False], ids=["requeue", "successor"])
+def test_a_cancel_or_scancel_within_the_second_of_a_requeue_holds(
+    make_slurm: Callable[..., Cluster], on_slurm: Callable[..., Project], requeue: bool
+) -> None:
+    cluster = make_slurm(nodes=2, cred_expire=5, requeue=requeue)
+    project = on_slurm(cluster)
+    for number, act in enumerate(("jobkit", "scancel") if requeue else ("jobkit",)):
+        launch = project.submit(*RESOURCES, steps=100_000 + number).wait_for_step(20)
+        job = str(launch.status.job_id)
+        launch.run.ask("preempt", launch.status)
+        wait_until(lambda launch=launch: launch.ends, "the end of the attempt")  # type: ignore[misc]
+        if act == "scancel":
+            cluster.command("scancel", job)
+        else:
+            said = project.jobkit("cancel", "-y", launch.run.name).stdout
+            assert "cancelled at step" in said
+        launch.wait_until(lambda me: me.status.state == "cancelled", "the run to be cancelled")
+        wait_until(lambda: not cluster.command("squeue", "-h"), "an empty queue")
+        assert launch.causes == ["preempted"]

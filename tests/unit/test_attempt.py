@@ -78,8 +78,8 @@ def last_end(run: RunDir) -> Ended:
     return attempt.ended
 
 
-def ask_for(run: RunDir, kind: Any, token: str = "t1", attempt: int = 1) -> None:
-    records.write(run.request_file(kind), Request(kind=kind, token=token, attempt=attempt, user="ada"))
+def ask_for(run: RunDir, kind: Any, submission: int = 1, attempt: int = 1) -> None:
+    records.write(run.request_file(kind), Request(kind=kind, submission=submission, attempt=attempt, user="ada"))
 
 
 # The life of a run
@@ -296,7 +296,7 @@ def test_a_cancel_is_final_whenever_it_comes(run: RunDir) -> None:
     submit(run, 2)
     tenure = started(run, me("t2"))
     assert not run.request_file("cancel").exists(), "it was about the submission before"
-    ask_for(run, "cancel", "t2", 2)
+    ask_for(run, "cancel", 2, 2)
     assert close(tenure, KILLED, HERE).action == "stop"
     assert (read_status(run).state, last_end(run).cause) == ("cancelled", "cancelled")
 
@@ -320,8 +320,17 @@ def test_a_run_that_finished_before_its_cancel_is_finished(run: RunDir) -> None:
     assert read_status(run).state == "finished"
 
 
+def test_a_cancel_holds_for_the_job_that_follows(run: RunDir) -> None:
+    """It came between the end of an attempt and the successor of its job, which has a token of its own."""
+    ask_for(run, "cancel")
+    submit(run, 2, by="supervisor")
+    with pytest.raises(NotRunnable):
+        started(run, me("t2", "8"))
+    assert read_status(run).state == "cancelled"
+
+
 def test_requests_of_another_submission_or_attempt_are_removed(run: RunDir) -> None:
-    ask_for(run, "cancel", "t0")
+    ask_for(run, "cancel", 0)
     ask_for(run, "preempt", attempt=0)
     started(run)
     assert list((run.path / "requests").iterdir()) == []

@@ -367,7 +367,7 @@ def test_a_controller_that_is_away_keeps_a_queued_run_but_not_a_running_one(
         main(["cancel", NAME, "--no-grace"]) == 0
     )  # neither it nor the cluster answers: a person says that they are gone
     request = queued.request("cancel")
-    assert request is not None and (request.token, request.attempt, request.grace) == (TOKEN, 1, 0.0)
+    assert request is not None and (request.submission, request.attempt, request.grace) == (1, 1, 0.0)
     assert read_status(queued).state == "cancelled"
 
 

@@ -152,7 +152,7 @@ def test_signals_become_requests_for_the_attempt_that_runs(run: RunDir, job: sub
     stop.ask(Journal(run).status, kills=False)
     request = run.request("stop")
     assert request is not None
-    assert (request.token, request.attempt, request.grace) == (TOKEN, 1, None)
+    assert (request.submission, request.attempt, request.grace) == (1, 1, None)
     stop.ask(Journal(run).status, kills=True)
     request = run.request("stop")
     assert request is not None and request.grace == 0.0

@@ -114,6 +114,22 @@ def test_a_scancel_is_not_undone(slurm: Slurm, journal: Journal, action: str) ->
     assert (slurm.said, journal.status.state) == ([], "cancelled")
 
 
+def test_a_scancel_just_after_the_requeue_is_journalled(
+    slurm: Slurm, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requeue.time, "sleep", lambda seconds: setattr(slurm, "job", CANCELLED))
+    start_again(journal, "requeue")
+    assert (slurm.said, journal.status.state) == (["requeue"], "cancelled")
+
+
+@pytest.mark.parametrize("action", ["requeue", "successor"])
+def test_a_cancel_that_comes_after_the_last_attempt_is_carried_out(slurm: Slurm, journal: Journal, action: str) -> None:
+    (journal.run.path / "requests").mkdir()
+    journal.run.ask("cancel", journal.status)
+    start_again(journal, action)
+    assert (slurm.said, journal.status.state) == ([], "cancelled")
+
+
 def test_excluded_nodes_follow_the_requeue_beside_the_users_own(slurm: Slurm, journal: Journal) -> None:
     slurm.job = replace(JOB, excluded="n9")
     journal.append(Ended(attempt=1, cause="killed", next="requeue", avoid={"n2": 9e9}))

@@ -172,7 +172,7 @@ def test_a_request_is_about_one_attempt_or_the_pause_after_it(tmp_path: Path) ->
     journal = supervisor.tenure.journal
 
     def is_stopped_by(attempt: int) -> bool:
-        supervisor._request = Request(kind="preempt", token="t", attempt=attempt)
+        supervisor._request = Request(kind="preempt", submission=1, attempt=attempt)
         return supervisor._reason() is not None
 
     journal.note(Began(attempt=2, token="t", job_id="7"))
