@@ -138,6 +138,19 @@ def disk(project: Project) -> Iterator[SmallDisk]:
         yield disk
 
 
+def test_a_job_whose_disk_takes_no_line_ends_at_once_and_says_so(project: Project, disk: SmallDisk) -> None:
+    project.begin_with("jobkit.supervisor.main", "from jobkit.run import disk\ndisk.FULL_DISK_SECONDS = 2.0\n")
+    words = ("--local", "--detach", "--notify", 'echo "$JOBKIT_STATE" >>told')
+    launch = project.submit(*words, steps=100_000).wait_for_step(20)
+    disk.fill()
+    launch.kill_rank(0)
+    wait_until(lambda: not launch.run.alive_lock().is_held(), "the end of the job")
+    assert (project.folder / "told").read_text() == "interrupted\n", "one supervisor was enough"
+    disk.empty()
+    launch = project.submit("--local", "--detach", steps=100_000).wait_for_attempt(2).end_training().wait_until_over()
+    assert (launch.status.state, launch.causes[1:]) == ("finished", ["finished"])
+
+
 def test_training_goes_on_while_the_disk_is_full_and_the_journal_catches_up(project: Project, disk: SmallDisk) -> None:
     launch = project.submit("--local", "--detach", "resources.tasks_per_node=2", steps=100_000)
     launch.wait_for_step(20)

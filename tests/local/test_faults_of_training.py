@@ -219,12 +219,12 @@ def test_on_a_full_disk_the_oldest_checkpoint_gives_way_and_training_goes_on(tmp
         assert any("gave way" in warning for warning in progress.warnings)
 
 
-FULL = "checkpoint: {every: 10, memory: off, keep: 1}\n"
+FULL = "checkpoint: {every: 25, memory: off, keep: 1}\n"
 
 
 def test_training_waits_for_room_after_three_missed_checkpoints_and_goes_on(tmp_path: Path) -> None:
     with SmallDisk(tmp_path / "disk", megabytes=9) as disk:
-        words = ("--runs-dir", str(tmp_path / "disk/runs"), "params.steps=100")
+        words = ("--runs-dir", str(tmp_path / "disk/runs"), "params.steps=250")
         launch = run(tmp_path / "project", "big", 3, FULL, *words)
         launch.wait_until(lambda me: me.run.durable_step(), "the first checkpoint")
         pages = [launch.page(rank) for rank in range(3)]
@@ -232,11 +232,11 @@ def test_training_waits_for_room_after_three_missed_checkpoints_and_goes_on(tmp_
         for page in pages:
             wait_until(lambda page=page: page.read().phase is Phase.SAVING, "a rank to wait")
         saved = launch.run.durable_step() or 0
-        assert {page.read().step for page in pages} == {saved + 30}, "two missed, and the third is waited for"
+        assert {page.read().step for page in pages} == {saved + 75}, "two missed, and the third is waited for"
         disk.empty()
         launch.wait_until_over()
-        assert (launch.status.state, launch.causes, launch.status.result) == ("finished", ["finished"], {"step": 100})
-        assert launch.run.durable_step() == 100
+        assert (launch.status.state, launch.causes, launch.status.result) == ("finished", ["finished"], {"step": 250})
+        assert launch.run.durable_step() == 250
 
 
 def test_a_job_gives_up_a_state_that_the_disk_does_not_take(tmp_path: Path) -> None:
@@ -246,13 +246,16 @@ def test_a_job_gives_up_a_state_that_the_disk_does_not_take(tmp_path: Path) -> N
         project.begin_with(module, "from jobkit.run import disk\ndisk.FULL_DISK_SECONDS = 2.0\n")
     with SmallDisk(tmp_path / "disk", megabytes=9) as disk:
         words = ("--local", "--detach", "--runs-dir", str(tmp_path / "disk/runs"), "params.steps=400")
-        launch = project.submit(*words).wait_until(lambda me: me.run.durable_step(), "the first checkpoint")
+        launch = project.submit(*words, "--notify", "echo $JOBKIT_STATE >>told")
+        launch.wait_until(lambda me: me.run.durable_step(), "the first checkpoint")
         disk.fill()
         wait_until(lambda: not launch.run.alive_lock().is_held(), "the end of the job")
+        assert (launch.status.state, launch.causes) == ("interrupted", ["disk"]), "its journal had room for a line"
+        assert (project.folder / "told").read_text() == "interrupted\n"
         saved = launch.run.durable_step() or 0
         disk.empty()
         launch = project.submit(*words)
-        launch.wait_for_step(saved + 40)
+        launch.wait_for_step(saved + 30)
         assert (len(launch.status.attempts), launch.status.state) == (2, "running")
         progress = launch.run.progress()
         assert progress is not None and progress.first_step == saved

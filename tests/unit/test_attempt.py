@@ -329,6 +329,14 @@ def test_a_cancel_holds_for_the_job_that_follows(run: RunDir) -> None:
     assert read_status(run).state == "cancelled"
 
 
+def test_a_cancel_of_a_job_that_follows_another_is_for_the_submission(run: RunDir) -> None:
+    submit(run, 2, by="supervisor")
+    run.ask("cancel", read_status(run))
+    with pytest.raises(NotRunnable):
+        started(run, me("t2", "8"))
+    assert read_status(run).state == "cancelled"
+
+
 def test_requests_of_another_submission_or_attempt_are_removed(run: RunDir) -> None:
     ask_for(run, "cancel", 0)
     ask_for(run, "preempt", attempt=0)

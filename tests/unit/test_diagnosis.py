@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 
 from jobkit.run.records import Began, Cause, End
-from jobkit.supervisor.diagnosis import Facts, LostNode, Traces, Verdict, diagnose, is_failure, last_words
+from jobkit.supervisor.diagnosis import Facts, FailedSetup, LostNode, Traces, Verdict, diagnose, is_failure, last_words
 from jobkit.supervisor.protocol import Exited, Silent
 
 GIB = 2**30
@@ -41,6 +41,7 @@ ALL_FINISHED = [end(rank) for rank in range(4)]
 ALL_STOPPED = [end(rank, "stopped") for rank in range(4)]
 LOST = [LostNode(node="n2", why="no answer")]
 DEAD_1 = exits((1, -9), (0, 1))
+SETUP = FailedSetup(node="n1", words="module load x")
 SILENT = (Silent(attempt=2, rank=3, seconds=9.0, step=7), "n2")
 
 
@@ -51,6 +52,7 @@ def verdict(facts: Facts, ends: Sequence[End] = (), *, command: bool = False, **
 
 # (what happened, what the supervisor saw, what the ranks left) -> (cause, rank, node)
 DIAGNOSES: list[tuple[str, Facts, Sequence[End], tuple[Cause, int | None, str | None]]] = [
+    ("a setup line", Facts(failed_setup=SETUP), [], ("setup", None, "n1")),
     # Finished
     ("all say so", Facts(), ALL_FINISHED, ("finished", None, None)),
     ("all exit with 0", Facts(exits=exits((0, 0), (1, 0), (2, 0), (3, 0))), [], ("finished", None, None)),
@@ -147,6 +149,10 @@ DIAGNOSES: list[tuple[str, Facts, Sequence[End], tuple[Cause, int | None, str | 
     ("an End that did not fit on the disk", Facts(exits=exits((2, 75))), [], ("disk", 2, None)),
     ("an End that did", Facts(exits=exits((2, 75), (0, 1))), [failed(2, disk=True)], ("disk", 2, "n2")),
 ]
+
+
+def test_a_setup_line_that_a_signal_of_slurm_ends_is_not_to_blame() -> None:
+    assert verdict(Facts(failed_setup=SETUP, word="preempted")).cause == "preempted"
 
 
 @pytest.mark.parametrize(
