@@ -28,7 +28,7 @@ from jobkit.slurm import jobs
 from jobkit.usage import show_examples, to_continue, to_type
 
 PATIENCE_SECONDS = 180.0
-"""How long a supervisor may take: its ranks get 90 s for their last checkpoint, and it may be starting."""
+"""How long a supervisor may take: its ranks get 90 s after the last progress of a save, and it may be starting."""
 
 KILLED_SECONDS = 30.0
 """The same where the ranks are killed."""
@@ -88,11 +88,14 @@ def cancel(runs: Sequence[RunDir], *, grace: bool = True) -> Iterator[tuple[int,
         jobs.cancel(*queued)  # one command for all of them
     if waiting:
         log.info("waiting until %s", "the ranks have saved and ended" if grace else "the ranks have ended")
-    deadline, ask_at = time.monotonic() + (PATIENCE_SECONDS if grace else KILLED_SECONDS), 0.0
+    deadline, ask_at, unfinished = time.monotonic() + (PATIENCE_SECONDS if grace else KILLED_SECONDS), 0.0, [-1]
     while waiting and time.monotonic() < deadline:
         is_due = time.monotonic() >= ask_at
         if is_due:
             ask_at = time.monotonic() + ASK_SECONDS
+            before_that, unfinished = unfinished, [view.run.unfinished_bytes() for view in waiting]
+            if grace and unfinished != before_that:  # a large model saves
+                deadline = time.monotonic() + PATIENCE_SECONDS
         # A controller that is away takes 9 s to say so: what the supervisor journals is not to wait for that.
         over = [before for before in waiting if (is_due and before.answered) or read_status(before.run).is_over]
         for before, now in zip(over, views([before.run for before in over]), strict=True):

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -229,6 +230,12 @@ class RunDir:
             return []
         names = (CHECKPOINT.fullmatch(entry.name) for entry in self.checkpoints.iterdir())
         return sorted(int(match[1]) for match in names if match)
+
+    def unfinished_bytes(self) -> int:
+        """Return the size of the checkpoint that is being written: a save that makes progress changes it."""
+        with suppress(OSError):  # it may get its name in this moment
+            return sum(file.stat().st_size for file in self.checkpoints.glob(".step_*/**/*"))
+        return -1
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:08d}"

@@ -110,6 +110,8 @@ class Supervisor:
         """Slurm's newest answer."""
         self._signals = signals
         self._request: Request | None = None
+        self._unfinished = -1
+        """Bytes of the checkpoint that is being written, while a person waits for it."""
         self._unclear_since = self._signalled_at = -math.inf
         self._started_at = math.inf
         """When the ranks of this attempt were started; infinity between attempts."""
@@ -260,8 +262,10 @@ class Supervisor:
             self._take(agent, news)
         for look in self._slurm.take():
             self.look = look or self.look
-        for request in self._disk.take():
-            self._request = request
+        for self._request, unfinished in self._disk.take():
+            is_progress, self._unfinished = unfinished != self._unfinished, unfinished
+            if is_progress and running is not None and self._person_waits:
+                running.put_off(min(now + MARGIN_SECONDS, self.look.ends))
         if running is not None:
             self._obey(running)
             self._press(running)
@@ -335,11 +339,20 @@ class Supervisor:
             return False
         return attempt.ended is None or attempt.ended.cause != REQUESTS[request.kind]
 
-    def _look_at_disk(self) -> Request | None:
-        """Return a request for this attempt; called in a thread."""
+    @property
+    def _person_waits(self) -> bool:
+        """Whether a person has asked for a stop, and named no time for it."""
+        request = self._request
+        if request is not None:
+            return request.kind != "preempt" and request.grace is None
+        return len(self._signals) == 1 and self.allocation.signals_stop
+
+    def _look_at_disk(self) -> tuple[Request | None, int]:
+        """Return a request for this attempt, and the size of a save that a person waits for; called in a thread."""
         status = self.tenure.journal.status
         attempt = 0 if status.attempt is None else status.attempt.number
-        return request_of(self.tenure.run, status.person_submission, attempt)
+        unfinished = self.tenure.run.unfinished_bytes() if self._person_waits else -1
+        return request_of(self.tenure.run, status.person_submission, attempt), unfinished
 
     # End
 

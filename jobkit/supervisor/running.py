@@ -83,6 +83,11 @@ class Running:
             self._begin(Pressure.KILL_IDLE, max(now, end - margin / 2))
         self._kill(max(now, end - margin / 8))
 
+    def put_off(self, until: float) -> None:
+        """Kill ranks no earlier: their save makes progress."""
+        if Pressure.KILL in self._from:
+            self._from |= {Pressure.KILL: until, Pressure.GIVE_UP: until + END_SECONDS}
+
     def note(self, agent: Agent, news: News, now: float) -> None:
         """Take in an agent's message, or its loss."""
         match news:

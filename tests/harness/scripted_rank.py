@@ -43,6 +43,7 @@ def train(rank: Rank) -> dict[str, Any]:
         if rank.stop_asked and not params.get("ignores_stop"):
             rank.page.beat(rank.attempt, Phase.SAVING, step + 1)
             time.sleep(params.get("save_seconds", 0))
+            write_slowly(rank, step + 1, params.get("write_seconds", 0))
             if rank.rank == 0:
                 checkpoint(rank, step + 1)
             raise Stopped
@@ -63,6 +64,16 @@ def checkpoint(rank: Rank, step: int) -> None:
     rank.check_lease()
     folder = rank.run.checkpoints / f"step_{step:08d}"
     folder.mkdir(parents=True, exist_ok=True)
+
+
+def write_slowly(rank: Rank, step: int, seconds: float) -> None:
+    """Let the bytes of an unfinished checkpoint become more, for so long."""
+    folder = rank.run.checkpoints / f".step_{step:08d}.{rank.attempt}"
+    for _ in range(int(seconds / 0.2)):
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"rank_{rank.rank}.safetensors").open("ab") as file:
+            file.write(bytes(1000))
+        time.sleep(0.2)
 
 
 def fail(kind: str) -> NoReturn:

@@ -114,3 +114,15 @@ def test_a_moved_project_resumes(project: Project) -> None:
     assert str(project.folder) in moved.jobkit("resume", launch.run.name, "--detach").stderr
     again.wait_for_attempt(2).end_training().wait_until_over()
     assert again.causes == ["cancelled", "finished"]
+
+
+def test_a_save_that_makes_progress_is_waited_for(project: Project) -> None:
+    """The time of a save counts from its last progress; here it is 5 s, for a save of 10."""
+    project.begin_with(
+        "jobkit.supervisor.main", "from jobkit.supervisor import allocation\nallocation.MARGIN_SECONDS = 5"
+    )
+    for key, is_saved in {"write_seconds": True, "save_seconds": False}.items():
+        launch = project.submit("--local", "--detach", f"+params.{key}=10", steps=100_000).wait_for_step(20)
+        project.jobkit("cancel", "-y", launch.run.name)
+        done, saved = launch.steps_done[1][-1] + 1, launch.run.durable_step()
+        assert (launch.status.state, saved == done) == ("cancelled", is_saved)
