@@ -25,6 +25,7 @@ from jobkit.run.rundir import RunDir
 from jobkit.run.runs import runs_dir_of, sweep_cancel_file, sweep_file, sweep_lock
 from jobkit.run.view import LOST, View, view, views
 from jobkit.slurm import jobs
+from jobkit.supervisor import notify
 from jobkit.usage import show_examples, to_continue, to_type
 
 PATIENCE_SECONDS = 180.0
@@ -126,10 +127,12 @@ def _settle(now: View, *, is_unheard: bool = False) -> View:
     """
     with now.run.submit_lock():
         journal = Journal(now.run)
-        is_gone = (now.state == LOST or is_unheard) and not journal.status.is_over
-        if journal.status.token == now.status.token and (is_gone or journal.status.state == "interrupted"):
+        before = journal.status
+        is_gone = (now.state == LOST or is_unheard) and not before.is_over
+        if before.token == now.status.token and (is_gone or before.state == "interrupted"):
             journal.append(Cancelled(user=user_name(), reason=f"cancelled by {user_name()}"))
-        return View(now.run, journal.status, None, answered=True)
+    notify.tell(now.run, str(before.token), before)
+    return View(now.run, journal.status, None, answered=True)
 
 
 def _outcome(now: View) -> str:

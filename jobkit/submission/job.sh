@@ -70,18 +70,26 @@ jobkit_count() {
     { echo "$jobkit_node ${SLURM_RESTART_COUNT:-0}" >>"$jobkit_failed_starts"; } 2>/dev/null
 }
 
+# The run ends here, and no supervisor says so: run the command of --notify, which must be the user's own.
+jobkit_give_up() {
+    [ ! -O "$jobkit_run/notify" ] || JOBKIT_RUN=$jobkit_run JOBKIT_NAME=${jobkit_run##*/} JOBKIT_STATE=lost \
+        JOBKIT_ERROR=$1 JOBKIT_TEXT="${jobkit_run##*/}: lost: $1" timeout 60 sh "$jobkit_run/notify" </dev/null 9>&-
+    exit 1
+}
+
 # No attempt can begin on this node: end, and start again on another one.
 jobkit_elsewhere() {
     trap '' TERM
     trap - EXIT
-    local excluded nodes
-    echo "jobkit: $jobkit_node can begin no attempt (exit code $1)${jobkit_line:+; setup: $jobkit_line}" >&2
+    local excluded nodes words
+    words="$jobkit_node can begin no attempt (exit code $1)${jobkit_line:+; setup: $jobkit_line}"
+    echo "jobkit: $words" >&2
     # A disk that takes no count is like that on every node; a folder that is not there at all is this node's fault.
     jobkit_count || [ ! -d "$jobkit_run/submitit" ] || exit 75
-    [ "$jobkit_scheduler" = slurm ] || exit 1
+    [ "$jobkit_scheduler" = slurm ] || jobkit_give_up "$words"
     # Several starts in a row: it is not the node.
-    [ "${SLURM_RESTART_COUNT:-0}" -lt $jobkit_most ] || [ -e "$jobkit_failed_starts" ] || exit 1
-    [ "$(sort -u "$jobkit_failed_starts" 2>/dev/null | wc -l)" -lt $jobkit_most ] || exit 1
+    [ "${SLURM_RESTART_COUNT:-0}" -lt $jobkit_most ] || [ -e "$jobkit_failed_starts" ] || jobkit_give_up "$words"
+    [ "$(sort -u "$jobkit_failed_starts" 2>/dev/null | wc -l)" -lt $jobkit_most ] || jobkit_give_up "$words"
     excluded=$(jobkit_record | sed -n 's/.* ExcNodeList=\([^ (]*\).*/\1/p') # first: it waits for the controller
     nodes=$(sinfo -h -N -t idle,mix,alloc,comp -p "$SLURM_JOB_PARTITION" -o %N | sort -u | wc -l)
     jobkit_requeue || exit 1

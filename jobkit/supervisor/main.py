@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from jobkit.errors import EXIT_RESUMABLE, LostLease
+from jobkit.errors import EXIT_FAILED, EXIT_RESUMABLE, LostLease
 from jobkit.log import configure, log
 from jobkit.run.disk import may_return
 from jobkit.run.journal import read_status
@@ -43,6 +43,9 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(signum, lambda number, frame: signals.append(number))
     try:
         before = _patiently(lambda: read_status(run))
+        if before.submitted is None:  # not `another job runs it`: job.sh tries another node
+            log.warning("%s is not here: is its file system mounted on this node?", run.path)
+            return EXIT_FAILED
         me = _patiently(lambda: _this_job(run, scheduler))
         code = _run(run, me, scheduler, srun_arguments, signals)
         if code != EXIT_NO_ROOM:

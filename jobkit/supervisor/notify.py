@@ -2,8 +2,9 @@
 
     submit --keep--> notify (for its owner alone) --tell, after the end is journalled--> sh -c COMMAND
 
-The supervisor calls `tell` as its last act, and an agent that has closed the attempt of a dead supervisor. A command of
-a person that ends a run without a supervisor, as `cancel` of a queued one, tells nobody: the person is there.
+Whoever writes the end calls `tell`: the supervisor as its last act, an agent that has closed the attempt of a dead
+supervisor, `cancel` of a run in the queue. job.sh tells where no supervisor can start. Nobody is there to tell of a job
+that an administrator takes out of the queue.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from jobkit import start
 from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, LostLease
 from jobkit.run import records
 from jobkit.run.journal import Journal, events, read_status
@@ -318,6 +320,15 @@ def test_a_run_that_finished_before_its_cancel_is_finished(run: RunDir) -> None:
     ask_for(run, "cancel")
     close(tenure, FINISHED, HERE)
     assert read_status(run).state == "finished"
+
+
+def test_a_run_that_is_not_on_this_node_is_not_taken_for_one_that_another_job_runs(tmp_path: Path) -> None:
+    words = start.words("jobkit.supervisor.main", "local", str(tmp_path / "runs" / "toy-12345678"))
+    variables = {**os.environ, "JOBKIT_JOB_ID": "local-host-7", "JOBKIT_TOKEN": "t1"}
+    done = subprocess.run(words, env=variables, capture_output=True, text=True)
+    assert done.returncode == 1, "job.sh starts another one, and then the job on another node"
+    assert "mounted" in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_cancel_holds_for_the_job_that_follows(run: RunDir) -> None:

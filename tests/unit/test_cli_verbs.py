@@ -34,6 +34,7 @@ from jobkit.run.runs import sweep_cancel_file, sweep_lock, verified_file
 from jobkit.run.view import view
 from jobkit.slurm import commands, jobs
 from jobkit.slurm.jobs import Job
+from jobkit.supervisor import notify
 
 NAME = "toy-11f5f19c"
 
@@ -345,10 +346,12 @@ def test_a_job_in_the_queue_is_cancelled_and_the_run_with_it(
     tmp_path: Path, slurm: dict[str, Any], events: list[Event]
 ) -> None:
     run = make_run(tmp_path, NAME, submitted("slurm"), *events)
+    notify.keep(run, f"echo $JOBKIT_STATE >>{tmp_path}/told")
     assert main(["cancel", NAME]) == 0
     assert (slurm["cancelled"], read_status(run).state) == (["17"], "cancelled")
     assert main(["cancel", NAME]) == 0  # no mistake
     assert slurm["cancelled"] == ["17"]
+    assert (tmp_path / "told").read_text() == "cancelled\n", "once; no supervisor lives that would"
 
 
 def test_a_controller_that_is_away_keeps_a_queued_run_but_not_a_running_one(

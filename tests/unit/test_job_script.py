@@ -174,12 +174,14 @@ def test_three_starts_of_the_job_that_begin_nothing_end_it_even_on_one_node(job)
     assert ways[2] == ways[1]
 
 
-def test_three_supervisors_without_a_beginning_leave_the_node(job) -> None:  # type: ignore[no-untyped-def]
+def test_three_supervisors_without_a_beginning_leave_the_node(job, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     done = job("begin 137", "1", "1", "1")
     assert (done.code, len(done.supervisors)) == (1, 4)
     assert "scontrol requeue Incomplete 7" in done.slurm
     (done.run / "submitit" / "failed_starts").write_text("node7\nnode8\n")  # as on two nodes before
+    (done.run / "notify").write_text('echo "$JOBKIT_STATE: $JOBKIT_TEXT" >told')
     again = job("1", "1", "1")
+    assert (tmp_path / "told").read_text() == "lost: toy: lost: node1 can begin no attempt (exit code 1)\n"
     assert (again.code, again.slurm) == (1, done.slurm)  # it is not the node: Slurm was asked for nothing more
 
 
