@@ -262,8 +262,9 @@ class Supervisor:
             self._take(agent, news)
         for look in self._slurm.take():
             self.look = look or self.look
-        for self._request, unfinished in self._disk.take():
-            is_progress, self._unfinished = unfinished != self._unfinished, unfinished
+        for request, unfinished in self._disk.take():
+            is_progress = unfinished != self._unfinished
+            self._request, self._unfinished = request, unfinished
             if is_progress and running is not None and self._person_waits:
                 running.put_off(min(now + MARGIN_SECONDS, self.look.ends))
         if running is not None:
