@@ -20,16 +20,16 @@ def test_ctrl_c_ends_setup_lines_and_the_same_command_starts_the_run(project: Pr
     process.send_signal(signal.SIGINT)
     assert process.wait() == 75
     launch = project.only_run()
-    assert launch.status.attempts == []
+    assert (launch.status.state, launch.causes) == ("interrupted", ["stopped"])
     assert not launch.run.alive_lock().is_held()
     assert project.jobkit(*words[:-1]).returncode == 0
-    assert launch.causes == ["finished"]
+    assert launch.causes == ["stopped", "finished"]
     with Path("/dev/full").open("w") as full:  # it has started a run, and cannot say so where it should
         process = project.start(*words[:-1], "--fresh", stdout=full, stderr=subprocess.PIPE)
         _, said = process.communicate()
     fresh = launch.project.launch(launch.run.path.with_name(f"{launch.run.name}-2")).wait_until_over()
     assert (process.returncode, f"{fresh.run.name} has started" in said, "Traceback" in said) == (1, True, False), said
-    assert (fresh.causes, len(launch.ends)) == (["finished"], 1)
+    assert (fresh.causes, len(launch.ends)) == (["finished"], 2)
 
 
 def test_a_run_that_waits_for_a_device_leaves_the_line(project: Project, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable
 
 from harness.runs import Project, wait_until
@@ -45,16 +44,6 @@ def test_setup_here(project: Project) -> None:
     words = failed.stdout + failed.stderr
     assert (failed.returncode, MISSING in words, "Traceback" in words) == (1, True, False)
     assert (project.folder / "told").read_text() == f"failed {MISSING}\n"
-
-
-def test_ctrl_c_in_a_setup_line_is_a_stop(project: Project) -> None:
-    with_setup(project, "touch begun, sleep 1000")
-    process = project.start("submit", str(project.yaml), "--local")
-    wait_until((project.folder / "begun").exists, "the setup")
-    process.send_signal(signal.SIGINT)
-    assert process.wait() == 75
-    launch = project.only_run()
-    assert (launch.status.state, launch.causes) == ("interrupted", ["stopped"])
 
 
 def test_setup_on_slurm(make_slurm: Callable[..., Cluster], on_slurm: Callable[..., Project]) -> None:
