@@ -207,7 +207,7 @@ def plan_of(loaded: Loaded, runs_dir: Path, place: Target, folder: Path | None =
 
 def _start(plan: LaunchPlan, code: Path | None, which: Which, manner: Manner, fork: Fork | None = None) -> int:
     """Start the run of a plan, and stay with it where that is wanted; returns the exit code."""
-    from jobkit.run.disk import is_full
+    from jobkit.run.disk import may_return
     from jobkit.submission import transaction
     from jobkit.submission.follow import follow, follow_local
     from jobkit.submission.signals import Signals
@@ -226,7 +226,7 @@ def _start(plan: LaunchPlan, code: Path | None, which: Which, manner: Manner, fo
             if outcome.process is not None and not manner.detach:
                 return follow_local(outcome.run, outcome.process, signals)
         except OSError as error:
-            if not (outcome.started and is_full(error)):
+            if not (outcome.started and may_return(error)):
                 raise
             seen = to_type("status", outcome.run.path)
             raise JobkitError(
@@ -294,15 +294,13 @@ def _sweep(
         import json
 
         print(json.dumps(outcome.as_json()))
-        return EXIT_FINISHED
+        return outcome.say_left()
     print(f"sweep {wanted.name}: {outcome.counts()}")
     limit = f", at most {arguments.max_running} at once" if arguments.max_running else ""
     for job, count in outcome.jobs:
         print(f"job {job}: {count} task(s){limit}")
-    if outcome.left:
-        print(f"{len(outcome.left)} run(s) are left, the same command submits them: {outcome.refusal}", file=sys.stderr)
     print(f"{program('list')} {wanted.name}   shows them", file=sys.stderr)
-    return EXIT_FINISHED
+    return outcome.say_left()
 
 
 def _dry_run(plan: LaunchPlan, fork: Fork | None) -> int:

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from jobkit.errors import InputError, JobkitError
+from jobkit.errors import EXIT_RESUMABLE, InputError, JobkitError
 from jobkit.errors import worst as worst
 from jobkit.run.rundir import RunDir
-from jobkit.run.runs import WORDS, find, runs_dir_of, some
+from jobkit.run.runs import WORDS, absent_runs, find, runs_dir_of, some
 
 
 def add_runs(parser: argparse.ArgumentParser, *, asks: bool = False) -> None:
@@ -24,6 +24,16 @@ def add_runs(parser: argparse.ArgumentParser, *, asks: bool = False) -> None:
 def chosen(arguments: argparse.Namespace) -> list[RunDir]:
     """Return the runs that the words mean. Raises NoSuchRun for a word that means none."""
     return find(arguments.names, runs_dir_of(arguments.runs_dir))
+
+
+def absent(arguments: argparse.Namespace) -> list[int]:
+    """Say which runs of the sweeps among the words have not begun; return their exit code, if there are any."""
+    runs_dir = runs_dir_of(arguments.runs_dir)
+    names = [name for word in arguments.names for name in absent_runs(word, runs_dir)]
+    if names:
+        line = f"{len(names)} run(s) have not begun: {some(names)}; the command that submits the sweep starts them"
+        print(line, file=sys.stderr)
+    return [EXIT_RESUMABLE] if names else []
 
 
 def confirmed(arguments: argparse.Namespace) -> list[RunDir]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from jobkit.cli.arguments import add_runs, chosen, confirmed, worst
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, NoSuchRun
 from jobkit.log import log
+from jobkit.run.disk import Looks
 from jobkit.run.files import user_name
 from jobkit.run.journal import Journal, read_status
 from jobkit.run.records import Cancelled
@@ -90,19 +91,25 @@ def cancel(runs: Sequence[RunDir], *, grace: bool = True) -> Iterator[tuple[int,
     if waiting:
         log.info("waiting until %s", "the ranks have saved and ended" if grace else "the ranks have ended")
     deadline, ask_at, unfinished = time.monotonic() + (PATIENCE_SECONDS if grace else KILLED_SECONDS), 0.0, [-1]
+    looks = Looks()
     while waiting and time.monotonic() < deadline:
         is_due = time.monotonic() >= ask_at
         if is_due:
             ask_at = time.monotonic() + ASK_SECONDS
-            before_that, unfinished = unfinished, [view.run.unfinished_bytes() for view in waiting]
+            written = looks.at(lambda: [view.run.unfinished_bytes() for view in waiting])
+            before_that, unfinished = unfinished, written or unfinished
             if grace and unfinished != before_that:  # a large model saves
                 deadline = time.monotonic() + PATIENCE_SECONDS
         # A controller that is away takes 9 s to say so: what the supervisor journals is not to wait for that.
-        over = [before for before in waiting if (is_due and before.answered) or read_status(before.run).is_over]
-        for before, now in zip(over, views([before.run for before in over]), strict=True):
+        read = [(before, looks.at(read_status, before.run)) for before in waiting]
+        over = [before for before, status in read if status and ((is_due and before.answered) or status.is_over)]
+        for before, now in zip(over, looks.at(views, [before.run for before in over]) or (), strict=False):
             is_ours = now.status.person_submission == before.status.person_submission
             if now.is_over and is_ours:
-                now = _settle(now)  # under the lock, for which another command may have been first
+                settled = looks.at(_settle, now)  # under the lock, for which another command may have been first
+                if settled is None:
+                    continue
+                now = settled
                 is_ours = now.status.person_submission == before.status.person_submission
             if not is_ours:
                 waiting.remove(before)

@@ -20,9 +20,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from jobkit.cli.arguments import absent
 from jobkit.cli.rows import FACTS, Row, check_keys, ordered, parse, read_rows
 from jobkit.duration import format_seconds
 from jobkit.errors import EXIT_FINISHED
+from jobkit.run.disk import Looks
 from jobkit.run.files import json_text
 from jobkit.run.runs import WORDS, find, runs_dir_of, runs_in
 from jobkit.usage import program, show_examples
@@ -72,10 +74,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the runs as they are now."""
     if arguments.watch is None:
         print(_text(arguments))
+        absent(arguments)
         return EXIT_FINISHED
+    looks = Looks()
     try:
         while True:
-            _redraw(_text(arguments))
+            if (text := looks.at(_text, arguments)) is not None:
+                _redraw(text)
             time.sleep(max(arguments.watch, LEAST_SECONDS))
     except KeyboardInterrupt:
         return EXIT_FINISHED

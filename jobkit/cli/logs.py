@@ -9,11 +9,12 @@ import argparse
 import sys
 from typing import TextIO
 
-from jobkit.cli.arguments import add_runs, chosen, worst
+from jobkit.cli.arguments import absent, add_runs, chosen, worst
 from jobkit.cli.wait import ended
 from jobkit.errors import EXIT_FINISHED, InputError
 from jobkit.run.journal import read_status
 from jobkit.run.rundir import RunDir
+from jobkit.run.status import Status
 from jobkit.run.tail import Tail
 from jobkit.usage import show_examples, to_type
 
@@ -34,17 +35,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print standard output to stdout and standard error to stderr; of several runs with the name before each line."""
-    runs = chosen(arguments)
+    runs, codes = chosen(arguments), absent(arguments)
     printers = {run.path: _Printer(run, arguments, is_named=len(runs) > 1) for run in runs}
     for printer in printers.values():
-        printer.print_new(to_the_end=not arguments.follow)
+        printer.print_new(read_status(printer.run), to_the_end=not arguments.follow)
         if not arguments.follow:
             printer.refuse_silence()
     if not arguments.follow:
         return EXIT_FINISHED
-    codes = []
-    for view in ended(runs, POLL_SECONDS, on_look=lambda run: printers[run.path].print_new()):
-        printers[view.run.path].print_new(to_the_end=True)
+    for view in ended(runs, POLL_SECONDS, on_look=lambda run, status: printers[run.path].print_new(status)):
+        printers[view.run.path].print_new(view.status, to_the_end=True)
         print(f"{view.run.name} is {view.state}; {to_type('status', view.run.path)}", file=sys.stderr)
         codes.append(view.exit_code)
     return worst(codes)
@@ -63,8 +63,8 @@ class _Printer:
         self._attempt: int | None = None
         """The attempt whose output was printed last."""
 
-    def print_new(self, *, to_the_end: bool = False) -> None:
-        for attempt in read_status(self.run).attempts:
+    def print_new(self, status: Status, *, to_the_end: bool = False) -> None:
+        for attempt in status.attempts:
             for stream, target in self._streams.items() if self.only in (None, attempt.number) else ():
                 lines = self._tail.read(self.run.rank_log(attempt.number, self.rank, stream), to_the_end=to_the_end)
                 if lines and self._attempt != attempt.number:

@@ -8,6 +8,7 @@ import time
 from jobkit.cli.arguments import add_runs, confirmed, each
 from jobkit.cli.cancel import LOOK_SECONDS, PATIENCE_SECONDS
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, JobkitError
+from jobkit.run.disk import Looks
 from jobkit.run.journal import read_status
 from jobkit.run.rundir import RunDir
 from jobkit.run.view import LOST, view
@@ -32,13 +33,14 @@ def _preempt(run: RunDir, *, grace: bool) -> int:
         raise JobkitError(f"{run.name} is {now.state}, and no attempt of it runs: there is nothing to preempt")
     run.ask("preempt", now.status, None if grace else 0.0)
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while (ended := read_status(run).attempts[attempt.number - 1].ended) is None:
+    looks, number = Looks(), attempt.number
+    while (ended := looks.at(lambda: read_status(run).attempts[number - 1].ended)) is None:
         if time.monotonic() > deadline:
             print(f"{run.name} was asked to stop and has not yet; {to_type('status', run.path)}")
             return EXIT_FAILED
         time.sleep(LOOK_SECONDS)
     step = "" if ended.last_step is None else f" at step {ended.last_step}"
-    print(f"{run.name}: attempt {attempt.number} ended{step} ({ended.cause})")
+    print(f"{run.name}: attempt {number} ended{step} ({ended.cause})")
     if ended.next in ("stop", "fail") and ended.cause != "finished":
         print(f"it does not continue by itself ({ended.reason}); {to_continue(run.path, now.status.submitted)}")
     elif ended.cause != "finished":

@@ -13,7 +13,7 @@ import statistics
 import time
 from typing import Any
 
-from jobkit.cli.arguments import add_runs, chosen
+from jobkit.cli.arguments import absent, add_runs, chosen
 from jobkit.duration import format_seconds
 from jobkit.errors import EXIT_FINISHED
 from jobkit.run import records
@@ -48,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print how each run stands, after its scheduler was asked."""
     seen = views(chosen(arguments))
+    absent(arguments)
     if arguments.json:
         values = [_values(view) for view in seen]
         print(json_text(values[0] if len(values) == 1 else values))

@@ -15,6 +15,7 @@ from types import TracebackType
 
 from jobkit.errors import JobkitError
 from jobkit.log import log
+from jobkit.run.disk import AWAY
 
 SILENT_SECONDS = 2.0
 """After so long a message names the lock."""
@@ -89,6 +90,8 @@ class Lock:
         except BlockingIOError:
             return False
         except OSError as error:  # ENOLCK, EOPNOTSUPP: nfs mounted with nolock, lustre without flock
+            if error.errno in AWAY:
+                raise
             raise JobkitError(
                 f"{self.file.parent}: no locks on this file system ({error.strerror}): two processes could do the same "
                 "work at once. Mount it with locks, or choose another folder with --runs-dir"

@@ -76,7 +76,9 @@ def find(words: Sequence[str], runs_dir: Path) -> list[RunDir]:
     find(["toy"], runs)             the newest run with this name in its YAML
     find(["digits*", "17"], runs)   all runs that a pattern matches, and the run of Slurm's job 17
     """
-    runs = (run for word in words for run in _meant(word, runs_dir))
+    runs = [run for word in words for run in _meant(word, runs_dir)]
+    if words and not runs:
+        raise NoSuchRun("none of its runs has begun", key="RUN", found=words[0])
     return list({run.path.resolve(): run for run in runs}.values())
 
 
@@ -86,10 +88,11 @@ def sweep_file(word: str, runs_dir: Path) -> Path | None:
     return next((file for file in files if file.name.endswith(SWEEP) and file.is_file()), None)
 
 
-def sweep_names(word: str, runs_dir: Path) -> list[str]:
-    """Return the names of all runs of a sweep, of those too that have not begun; none for any other word."""
+def absent_runs(word: str, runs_dir: Path) -> list[str]:
+    """Return the names of the runs of a sweep that do not exist; none for any other word. Raises OSError."""
     file = sweep_file(word, runs_dir)
-    return file.read_text(encoding="utf-8").split() if file is not None else []
+    names = file.read_text(encoding="utf-8").split() if file is not None else []
+    return [name for name in names if file is not None and not RunDir(file.parent / name).exists()]
 
 
 def sweep_lock(file: Path) -> Lock:
@@ -126,16 +129,13 @@ def _meant(word: str, runs_dir: Path) -> list[RunDir]:
 
 
 def _of_sweep(word: str, runs_dir: Path) -> list[RunDir]:
-    """The runs of a sweep that exist: those that were refused, or wait for their turn here, do not."""
+    """The runs of a sweep that exist: those that were refused, or wait for their turn here, do not (`absent_runs`)."""
     file = sweep_file(word, runs_dir)
     if file is None:
         hint = nearest(word, [path.name for path in runs_dir.glob(f"*{SWEEP}")])
         raise NoSuchRun(key="RUN", found=word, allowed=f"a sweep in {runs_dir}", hint=hint)
-    names = sweep_names(word, runs_dir)
-    runs = [RunDir(file.parent / name) for name in names if _changed(name, file.parent) is not None]
-    if not runs:
-        raise NoSuchRun("none of its runs is there", key="RUN", found=word)
-    return runs
+    names = file.read_text(encoding="utf-8").split()
+    return [RunDir(file.parent / name) for name in names if _changed(name, file.parent) is not None]
 
 
 def _beginning_with(word: str, runs_dir: Path, names: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from jobkit.errors import InputError, NoSuchRun
 from jobkit.run.chain import predecessors, waits_on
 from jobkit.run.load import Loaded
-from jobkit.run.runs import find, sweep_names
+from jobkit.run.runs import absent_runs, find
 from jobkit.run.view import View, views
 from jobkit.slurm import jobs
 from jobkit.submission.plan import LaunchPlan
@@ -35,9 +35,9 @@ def resolve(loaded: Loaded, words: Sequence[str], runs_dir: Path, *, may_be_gone
                 continue
             error.key = key
             raise loaded.locate(error) if key == "after" else error from None
-        if (lacking := len(sweep_names(word, runs_dir)) - len(runs)) > 0:
+        if lacking := absent_runs(word, runs_dir):
             hint = f"first: {program('wait')} {word}"
-            raise InputError(f"{lacking} run(s) of the sweep have not begun", key=key, found=word, hint=hint)
+            raise InputError(f"{len(lacking)} run(s) of the sweep have not begun", key=key, found=word, hint=hint)
         names |= {run.name if run.path.parent == runs_dir else str(run.path): None for run in runs}
     return dataclasses.replace(loaded, config=dataclasses.replace(loaded.config, after=list(names)))
 

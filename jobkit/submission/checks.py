@@ -116,7 +116,7 @@ def refuse_unwritable(runs_dir: Path) -> None:
     except OSError as error:
         raise InputError(f"cannot be made: {error.strerror}", key="--runs-dir", found=str(runs_dir)) from None
     if (problem := disk.write_probe(runs_dir)) is not None:
-        raise disk.explained(problem)
+        raise disk.explained(problem) from problem
 
 
 def refuse_foreign(run: RunDir) -> None:

@@ -15,6 +15,7 @@ import time
 from jobkit.display import Display
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE
 from jobkit.run.chain import waits_for
+from jobkit.run.disk import Looks
 from jobkit.run.journal import read_status
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Attempt, Status, next_try
@@ -116,7 +117,7 @@ def follow_local(run: RunDir, process: subprocess.Popen[bytes], signals: Signals
     follower = Follower(run)
     stop = Stop(run, process, follower.display)
     try:
-        _show(run, process, signals, follower, stop)
+        now = _show(run, process, signals, follower, stop)
     except OSError:
         # Ctrl-C ends `| tee` too, and a terminal closes: the output may fail before the signal is here.
         time.sleep(AGAIN_SECONDS)
@@ -124,27 +125,33 @@ def follow_local(run: RunDir, process: subprocess.Popen[bytes], signals: Signals
             raise
         stop.ask(read_status(run), kills=False)
         return EXIT_RESUMABLE
-    now = view(run)
     code = follower.end(now)
     cannot_start = now.state == LOST and process.returncode == EXIT_FAILED and not signals.received  # setup lines
     return EXIT_FAILED if cannot_start else code
 
 
-def _show(run: RunDir, process: subprocess.Popen[bytes], signals: Signals, follower: Follower, stop: Stop) -> None:
+def ended(run: RunDir) -> View | None:
+    """Return the view of a local run whose job script has ended; None while its supervisor lives on."""
+    return None if run.alive_lock().is_held() else view(run)
+
+
+def _show(run: RunDir, process: subprocess.Popen[bytes], signals: Signals, follower: Follower, stop: Stop) -> View:
     """Show the output until the job has ended, and pass signals on. Raises OSError where nobody takes the output."""
-    look_at, turn_shown = time.monotonic() + AGAIN_SECONDS, ""
-    # The job script may be killed, and its supervisor live on: the lock says so.
-    while process.poll() is None or run.alive_lock().is_held():
-        status = read_status(run)
-        if signals.received:
-            stop.ask(status, kills=len(signals.received) > 1)
-        elif status.open_attempt is None and time.monotonic() >= look_at:
+    look_at, turn_shown, looks = time.monotonic() + AGAIN_SECONDS, "", Looks()
+    while process.poll() is None or (now := looks.at(ended, run)) is None:
+        kills = len(signals.received) > 1
+        status = read_status(run) if kills else looks.at(read_status, run)  # a second Ctrl-C waits for no disk
+        if status is not None and signals.received:
+            stop.ask(status, kills=kills)
+        elif status is not None and status.open_attempt is None and time.monotonic() >= look_at:
             look_at = time.monotonic() + AGAIN_SECONDS
-            if (turn := waits_for(run, status) or turns().get(str(run.path), "")) not in ("", turn_shown):
+            if (turn := looks.at(waits_for, run, status) or turns().get(str(run.path), "")) not in ("", turn_shown):
                 turn_shown = turn
                 follower.display.say(f"waiting: {turn}")
-        follower.refresh(status)
+        if status is not None:
+            follower.refresh(status)
         time.sleep(POLL_SECONDS)
+    return now
 
 
 class Stop:
@@ -160,9 +167,9 @@ class Stop:
         attempt = status.open_attempt
         number = attempt.number if attempt is not None else 0
         is_new = (number, kills) not in self._asked
-        self._asked.add((number, kills))
         if attempt is not None and is_new:
             self.run.ask("stop", status, 0.0 if kills else None)
+        self._asked.add((number, kills))
         if attempt is None and time.monotonic() >= self._signal_at:
             self._signal_at = time.monotonic() + AGAIN_SECONDS
             self._signal(status, kills)
@@ -184,21 +191,21 @@ class Stop:
 
 def follow(run: RunDir) -> int:
     """Show a run until it is over, through its requeues. Ctrl-C leaves it running."""
-    follower, shown, ask_at = Follower(run), "", 0.0
+    follower, shown, ask_at, looks = Follower(run), "", 0.0, Looks()
     before: tuple[str, int] | None = None
     try:
         while True:
-            status = read_status(run)
-            place = (status.state, len(status.attempts))
-            if place != before or time.monotonic() >= ask_at:
-                before, ask_at = place, time.monotonic() + ASK_SECONDS
-                now = view(run)
-                if now.is_over:
-                    return follower.end(now)
-                if (line := f"{run.name}: {now.state}, {now.words}") != shown:
-                    shown = line
-                    follower.display.say(line)
-            follower.refresh(status)
+            if (status := looks.at(read_status, run)) is not None:
+                place = (status.state, len(status.attempts))
+                is_due = place != before or time.monotonic() >= ask_at
+                if is_due and (now := looks.at(view, run)) is not None:
+                    before, ask_at = place, time.monotonic() + ASK_SECONDS
+                    if now.is_over:
+                        return follower.end(now)
+                    if (line := f"{run.name}: {now.state}, {now.words}") != shown:
+                        shown = line
+                        follower.display.say(line)
+                follower.refresh(status)
             time.sleep(POLL_SECONDS)
     except KeyboardInterrupt:
         follower.display.close()

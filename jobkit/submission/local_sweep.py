@@ -18,15 +18,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jobkit.display import Display
-from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, JobkitError, worst
+from jobkit.errors import EXIT_FAILED, EXIT_RESUMABLE, JobkitError, worst
 from jobkit.run import snapshot
+from jobkit.run.disk import Looks
 from jobkit.run.journal import read_status
 from jobkit.run.machine import visible_devices
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import sweep_cancel_file, sweep_lock
-from jobkit.run.view import LOST, view
+from jobkit.run.view import LOST, View
 from jobkit.submission import transaction
-from jobkit.submission.follow import POLL_SECONDS, Stop
+from jobkit.submission.follow import POLL_SECONDS, Stop, ended
 from jobkit.submission.plan import LaunchPlan
 from jobkit.submission.signals import Signals
 from jobkit.submission.sweep import Sweep, SweepOutcome, counted, starting
@@ -53,19 +54,22 @@ def submit(
     lock, cancel_file = sweep_lock(sweep.file), sweep_cancel_file(sweep.file)
     if todo and not lock.take():
         print(f"sweep {sweep.name} runs here already{f'; its output: {log}' if log.exists() else ''}", file=sys.stderr)
+        if cancel_file.exists():
+            outcome.left, outcome.refusal = [plan.run.name for plan in todo], "it was cancelled, and has not ended yet"
         todo = []
     if todo:
         cancel_file.unlink(missing_ok=True)  # it was for the loop before
     say: Callable[[str], None] = (lambda line: print(line, file=sys.stderr)) if as_json else print
     say(f"sweep {sweep.name}: {outcome.counts()}")
+    left = outcome.say_left()
     if not todo:
         if as_json:
             print(json.dumps(outcome.as_json()))
-        return EXIT_FINISHED
+        return left
     code = snapshot.take(folder, sweep.file.parent)
     loop = _Loop(todo, folder, code, most or _room(todo[0]), signals, prepare, cancel_file)
     if not detach:
-        return loop.run()
+        return worst([loop.run(), left])
     sys.stdout.flush()
     if (process := os.fork()) == 0:
         _leave_terminal(log)
@@ -74,7 +78,7 @@ def submit(
         print(json.dumps({**outcome.as_json(), "process": process, "log": str(log)}))
     else:
         print(f"process {process}: `kill {process}` stops the sweep with checkpoints\noutput {log}")
-    return EXIT_FINISHED
+    return left
 
 
 def _leave_terminal(log: Path) -> None:
@@ -105,6 +109,7 @@ class _Loop:
     running: dict[RunDir, tuple[subprocess.Popen[bytes], Stop]] = field(default_factory=dict)
     states: list[str] = field(default_factory=list)
     codes: list[int] = field(default_factory=list)
+    looks: Looks = field(default_factory=Looks)
 
     def run(self) -> int:
         """Go on until all runs are over, or a signal has stopped those that run; returns the exit code of the worst."""
@@ -113,11 +118,11 @@ class _Loop:
             while self.waiting and len(self.running) < self.most and not self._is_stopped():
                 self._start(self.waiting.pop(0))
             for run, (process, stop) in list(self.running.items()):
-                if process.poll() is not None and not run.alive_lock().is_held():
+                if process.poll() is not None and (now := self.looks.at(ended, run)) is not None:
                     del self.running[run]
-                    self._ended(run, process)
-                elif self.signals.received:
-                    stop.ask(read_status(run), kills=len(self.signals.received) > 1)
+                    self._ended(now, process)
+                elif self.signals.received and (status := self.looks.at(read_status, run)) is not None:
+                    stop.ask(status, kills=len(self.signals.received) > 1)
             time.sleep(POLL_SECONDS)
         self.states += ["not started"] * len(self.waiting)
         print(counted(self.states), flush=True)
@@ -125,15 +130,19 @@ class _Loop:
 
     def _is_stopped(self) -> bool:
         """Return whether a signal, or `cancel` of the sweep, has asked to start nothing more."""
-        return bool(self.signals.received) or self.cancel_file.exists()
+        return bool(self.signals.received) or bool(self.looks.at(self.cancel_file.exists))
 
     def _start(self, plan: LaunchPlan) -> None:
         try:
-            outcome = transaction.submit(plan, self.folder, code=self.code, prepare=self.prepare)
+            outcome = self.looks.at(transaction.submit, plan, self.folder, code=self.code, prepare=self.prepare)
         except JobkitError as error:
             print(f"error: {plan.run.name}: {error}", file=sys.stderr, flush=True)
             self.states.append("not started")
             self.codes.append(error.exit_code)
+            return
+        if outcome is None:  # the disk is away
+            self.waiting.insert(0, plan)
+            time.sleep(POLL_SECONDS)
             return
         if outcome.process is None:  # another command has started it since
             self.states.append(outcome.before.state)
@@ -141,13 +150,12 @@ class _Loop:
         print(f"{outcome.run.name} starts; {len(self.waiting)} run(s) wait", file=sys.stderr, flush=True)
         stop = Stop(outcome.run, outcome.process, Display(outcome.run.name))
         self.running[outcome.run] = outcome.process, stop
-        if self.cancel_file.exists():  # `cancel` may have looked for runs before this one was there
+        if self.looks.at(self.cancel_file.exists):  # `cancel` may have looked for runs before this one was there
             outcome.run.ask("cancel", read_status(outcome.run))
 
-    def _ended(self, run: RunDir, process: subprocess.Popen[bytes]) -> None:
-        now = view(run)
+    def _ended(self, now: View, process: subprocess.Popen[bytes]) -> None:
         words = now.status.result if now.state == "finished" else now.words
-        print(f"{run.name}: {now.state}{f', {words}' if words else ''}", flush=True)
+        print(f"{now.run.name}: {now.state}{f', {words}' if words else ''}", flush=True)
         self.states.append(now.state)
         cannot_start = now.state == LOST and process.returncode == EXIT_FAILED  # setup lines
         self.codes.append(EXIT_FAILED if cannot_start else now.exit_code)

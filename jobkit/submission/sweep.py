@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import resource
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jobkit.errors import InputError, SchedulerError, SchedulerTimeout
+from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, InputError, SchedulerError, SchedulerTimeout
 from jobkit.log import log
 from jobkit.run import snapshot
 from jobkit.run.files import write_atomic
@@ -81,13 +82,20 @@ class SweepOutcome:
     jobs: list[tuple[str, int]] = field(default_factory=list)
     """Ids of job arrays, and how many tasks each has."""
     left: list[str] = field(default_factory=list)
-    """Runs that a limit of Slurm's on the number of jobs has refused."""
+    """Runs that were not submitted: a limit on the number of jobs refused them, or nobody knows if they live."""
     refusal: str = ""
-    """Slurm's words for that."""
+    """Why, for a person."""
 
     def counts(self) -> str:
         """Return `12 runs: 11 started, 1 finished`."""
         return counted([self.states.get(plan.run.name, "new") for plan in self.sweep.plans])
+
+    def say_left(self) -> int:
+        """Say that runs are left; returns the exit code."""
+        if self.left:
+            left = f"{len(self.left)} run(s) are left, the same command submits them"
+            print(f"{left}: {self.refusal}", file=sys.stderr)
+        return EXIT_RESUMABLE if self.left else EXIT_FINISHED
 
     def as_json(self) -> dict[str, Any]:
         """Return the values of `--json`."""
@@ -135,6 +143,8 @@ def starting(outcome: SweepOutcome) -> list[LaunchPlan]:
     plans = outcome.sweep.plans
     for now in views([plan.run for plan in plans]):
         outcome.states[now.run.name] = now.state
+        if not (now.is_over or now.answered):
+            outcome.left, outcome.refusal = [*outcome.left, now.run.name], f"{now.run.name}: {now.words}"
     return [plan for plan in plans if outcome.states[plan.run.name] not in (*UNDER_WAY, "finished")]
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from jobkit.display import Display
 from jobkit.errors import JobkitError
 from jobkit.run import records
+from jobkit.run.disk import Looks
 from jobkit.run.files import write_json
 from jobkit.run.journal import read_status
 from jobkit.run.load import Loaded
@@ -175,9 +176,9 @@ class Verification:
         os.environ["PYTHONHASHSEED"] = str(self._number)  # this command does nothing else
         with Signals():  # a SIGTERM is as good as Ctrl-C
             outcome = transaction.submit(plan, self.folder, prepare=prepare)
-            run = outcome.run
+            run, looks = outcome.run, Looks()
             try:
-                while not (now := view(run)).is_over:
+                while (now := looks.at(view, run)) is None or not now.is_over:
                     time.sleep(POLL_SECONDS if outcome.process is not None else 10 * POLL_SECONDS)
             except KeyboardInterrupt:
                 if outcome.process is not None:

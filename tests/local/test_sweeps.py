@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import signal
 
-from harness.runs import Launch, Project, wait_until
+from harness.runs import Launch, Project, wait_until, with_params
 
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import find, runs_in, sweep_lock
@@ -40,3 +41,19 @@ def test_a_sweep_goes_on_in_turn_is_interrupted_and_the_same_command_finishes_it
         Launch(project, RunDir(run.path)).wait_for_step(10).end_training()
     assert project.jobkit("wait", file.name).returncode == 0
     assert Launch(project, second[0]).causes == ["stopped", "cancelled", "finished"]
+
+
+def test_a_sweep_that_was_cancelled_and_still_ends_starts_nothing_and_says_so(project: Project) -> None:
+    sweep = [*SWEEP[:1], *with_params({"steps": 100_000, "save_seconds": 6}), *SWEEP[2:], "--detach"]
+    project.jobkit("submit", str(project.yaml), *sweep)
+    first = project.only_run().wait_for_step(5)
+    running = project.jobkit("submit", str(project.yaml), *sweep)
+    assert (running.returncode, "runs here already" in running.stderr) == (0, True)
+    (file,) = (project.folder / "runs").glob("*.sweep")
+    cancel = project.start("cancel", file.name)
+    first.wait_until(lambda me: me.run.request("cancel"), "the cancel")
+    early = project.jobkit("submit", str(project.yaml), *sweep, "--json", check=False)
+    assert (early.returncode, len(json.loads(early.stdout)["left"])) == (75, 2)
+    assert cancel.wait() == 0
+    waited = project.jobkit("wait", file.name, check=False)
+    assert (waited.returncode, "2 run(s) have not begun" in waited.stderr) == (75, True)

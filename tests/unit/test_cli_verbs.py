@@ -304,6 +304,17 @@ def test_wait_says_how_each_run_ends_as_soon_as_it_does(tmp_path: Path, capsys: 
     assert [line.split()[:2] for line in lines] == [["toy-00000001:", "finished"], ["toy-00000000:", "failed"]]
 
 
+def test_wait_goes_on_while_the_controller_is_away(
+    tmp_path: Path, slurm: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wait, "ASK_SECONDS", 0.1)
+    slurm["error"] = SchedulerTimeout("no answer")
+    make_run(tmp_path, NAME, submitted("slurm"), began())
+    assert main(["wait", NAME, "--timeout", "2"]) == 124
+    threading.Timer(1.0, slurm.update, [{"state": "COMPLETED", "error": None}]).start()
+    assert main(["wait", NAME, "--timeout", "60"]) == 75  # its job is gone, and nothing recorded why
+
+
 def test_wait_gives_up_in_time(tmp_path: Path) -> None:
     run = make_run(tmp_path, NAME, submitted(), began())
     with run.alive_lock():
@@ -579,3 +590,30 @@ def test_wait_gives_up_on_a_sweep_that_still_makes_its_runs(tmp_path: Path, monk
     make_run(tmp_path, NAME, submitted(), began(), ended(), finished())
     with sweep_lock(file):
         assert main(["wait", file.name, "--timeout", "0"]) == 124
+
+
+@pytest.mark.parametrize(
+    ("begun", "code"),
+    [(3, 0), (2, 75), (0, 75)],
+    ids=["all runs", "two of three", "none"],
+)
+def test_runs_of_a_sweep_that_never_ran_are_no_success(tmp_path: Path, capsys: Capture, begun: int, code: int) -> None:
+    names = [f"toy-0000000{number}" for number in range(3)]
+    (tmp_path / "toy.sweep").write_text("\n".join(names))
+    for name in names[:begun]:
+        run = make_run(tmp_path, name, submitted(), began(), ended(), finished())
+        run.config_file.write_text("name: toy\ncommand: ['true']\n")
+    line = f"{3 - begun} run(s) have not begun: {', '.join(names[begun:])}; " if begun < 3 else ""
+    assert main(["wait", "toy.sweep"]) == code
+    output, said = capsys.readouterr()
+    assert (output.splitlines(), said.startswith(line)) == ([f"{name}: finished" for name in names[:begun]], True)
+    if begun:
+        assert main(["resume", "-y", "toy.sweep"]) == main(["logs", "-f", "toy.sweep"]) == code
+        assert capsys.readouterr().err.count(line) == 2 or not line
+        assert main(["status", "toy.sweep"]) == main(["list", "toy.sweep"]) == 0
+        assert capsys.readouterr().err.count(line) == 2 or not line
+
+
+def test_a_mistyped_name_is_no_run_that_has_not_begun(tmp_path: Path) -> None:
+    (tmp_path / "toy.sweep").write_text(NAME)
+    assert main(["wait", "tooy", "toy.sweep"]) == main(["wait", "tooy.sweep"]) == 2

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
+from jobkit.run import disk
 from jobkit.run.disk import explained, is_full, write_probe
 from jobkit.run.files import (
     FOR_OWNER,
@@ -142,6 +143,46 @@ def test_a_disk_is_explained_and_a_bug_is_not(tmp_path: Path) -> None:
     with pytest.raises(OSError) as raised:
         explained(bug)
     assert raised.value is bug
+
+
+@pytest.mark.parametrize(
+    ("looks", "said"),
+    [
+        ([(10, errno.ESTALE)] * 13, [60, 120]),
+        ([(10, errno.EIO), (10, None)] * 6, [70]),  # one run of two is gone from the server
+        ([(10, errno.EIO)] * 4 + [(100, None)] + [(10, errno.EIO)] * 5, []),  # two outages
+        ([(180, errno.ETIMEDOUT), (10, errno.ETIMEDOUT), (50, errno.ETIMEDOUT)], [180, 240]),
+    ],
+    ids=["an outage", "every other look", "two outages", "looks that take long"],
+)
+def test_a_disk_that_is_away_is_said_once_a_minute(
+    monkeypatch: pytest.MonkeyPatch, looks: list[tuple[int, int | None]], said: list[int]
+) -> None:
+    now, when = 1000.0, []
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    monkeypatch.setattr(disk.log, "warning", lambda *words: when.append(now - 1000))
+
+    def look(seconds: int, number: int | None) -> str:
+        nonlocal now
+        now += seconds
+        if number is not None:
+            raise OSError(number, os.strerror(number), "/runs")
+        return "seen"
+
+    who = disk.Looks()
+    seen = [who.at(look, seconds, number) for seconds, number in looks]
+    assert seen == [None if number is not None else "seen" for _, number in looks]
+    assert when == said
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EPIPE, errno.ENOENT, errno.EACCES])
+def test_other_errors_end_the_wait(number: int) -> None:
+    def look() -> None:
+        raise OSError(number, os.strerror(number))
+
+    with pytest.raises(OSError) as raised:
+        disk.Looks().at(look)
+    assert raised.value.errno == number
 
 
 def test_the_probe_leaves_nothing_and_says_why_it_failed(tmp_path: Path) -> None:

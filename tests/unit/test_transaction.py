@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from jobkit.cli.main import main
 from jobkit.errors import InputError, SchedulerError, SchedulerTimeout
 from jobkit.run.journal import Journal, events
 from jobkit.run.load import load, read_resolved, read_source
@@ -385,6 +386,30 @@ def test_a_limit_takes_as_many_as_it_allows_and_the_same_command_submits_the_res
     assert (sum(count for _, count in rest.jobs), states(slurm, rest)) == (21, ["queued"] * 32)
     keys = [line.split("|")[0] for line in slurm.queue.read_text().splitlines()]
     assert len(keys) == len(set(keys)) == 32
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_sweep_with_runs_left_has_the_exit_code_of_what_can_be_continued(
+    slurm: Slurm, form: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm.says("limit", "1")
+    words = ["submit", "toy.yaml", "--cluster", "slurm", "--runs-dir", str(slurm.folder / "runs")]
+    words += ["--sweep", "seed=0,1,2", *form]
+    assert main(words) == 75
+    assert "2 run(s) are left, the same command submits them: " in capsys.readouterr().err
+    (slurm.folder / "limit").unlink()
+    assert main(words) == 0
+    assert len(slurm.queue.read_text().splitlines()) == 3
+
+
+def test_runs_of_a_sweep_that_nobody_knows_of_are_not_submitted(
+    slurm: Slurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    submit_sweep(slurm, 2)
+    slurm.be_away()
+    words = ["submit", "toy.yaml", "--cluster", "slurm", "--runs-dir", str(slurm.folder / "runs")]
+    assert main([*words, "--sweep", "seed=0,1"]) == 75
+    assert "2 run(s) are left" in capsys.readouterr().err
 
 
 def test_unequal_points_and_small_arrays_are_several_arrays(slurm: Slurm) -> None:
