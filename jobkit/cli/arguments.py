@@ -11,6 +11,8 @@ from jobkit.errors import EXIT_RESUMABLE, InputError, JobkitError
 from jobkit.errors import worst as worst
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import WORDS, absent_runs, find, runs_dir_of, some
+from jobkit.run.view import View
+from jobkit.usage import to_type
 
 
 def add_runs(parser: argparse.ArgumentParser, *, asks: bool = False) -> None:
@@ -52,6 +54,13 @@ def confirm(runs: list[RunDir], *, yes: bool) -> list[RunDir]:
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise InputError("nothing was done")
     return runs
+
+
+def way_out(now: View) -> str:
+    """Return the command that comes first where a run is under way and has to be changed."""
+    if now.answered:
+        return f"first: {to_type('cancel', now.run.path)}"
+    return f"where that is gone for good, first: {to_type('cancel', now.run.path, '--no-grace')}"
 
 
 def each(runs: Sequence[RunDir], act: Callable[[RunDir], int]) -> int:

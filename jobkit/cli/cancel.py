@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from jobkit.cli.arguments import add_runs, chosen, confirmed, worst
+from jobkit.cli.arguments import add_runs, chosen, confirmed, way_out, worst
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, NoSuchRun
 from jobkit.log import log
 from jobkit.run.disk import Looks
@@ -27,7 +27,7 @@ from jobkit.run.runs import runs_dir_of, sweep_cancel_file, sweep_file, sweep_lo
 from jobkit.run.view import LOST, View, view, views
 from jobkit.slurm import jobs
 from jobkit.supervisor import notify
-from jobkit.usage import show_examples, to_continue, to_type
+from jobkit.usage import show_examples, to_continue
 
 PATIENCE_SECONDS = 180.0
 """How long a supervisor may take: its ranks get 90 s after the last progress of a save, and it may be starting."""
@@ -78,7 +78,7 @@ def cancel(runs: Sequence[RunDir], *, grace: bool = True) -> Iterator[tuple[int,
     for now in views(runs):
         if now.is_over and now.state != LOST:
             yield EXIT_FINISHED, f"{now.run.name} is {now.state} already: nothing to cancel"
-        elif now.status.state == "queued" and not now.answered and grace:
+        elif now.status.state == "queued" and not now.answered and not now.elsewhere and grace:
             yield EXIT_FAILED, f"{now.run.name} was not cancelled: {now.words}"
         else:
             waiting.append(now)
@@ -96,8 +96,7 @@ def cancel(runs: Sequence[RunDir], *, grace: bool = True) -> Iterator[tuple[int,
         is_due = time.monotonic() >= ask_at
         if is_due:
             ask_at = time.monotonic() + ASK_SECONDS
-            written = looks.at(lambda: [view.run.unfinished_bytes() for view in waiting])
-            before_that, unfinished = unfinished, written or unfinished
+            before_that, unfinished = unfinished, [view.run.unfinished_bytes() for view in waiting]
             if grace and unfinished != before_that:  # a large model saves
                 deadline = time.monotonic() + PATIENCE_SECONDS
         # A controller that is away takes 9 s to say so: what the supervisor journals is not to wait for that.
@@ -160,9 +159,7 @@ def _unanswered(run: RunDir) -> str:
     now, lease = view(run), run.lease()
     submitted = now.status.submitted
     if not now.answered:
-        where = submitted.cluster if submitted is not None else None
-        gone = f"if it is gone for good: {to_type('cancel', run.path, '--no-grace')}"
-        return f"{run.name} is still {now.state}: only its cluster, {where}, knows of job {now.job_id}; {gone}"
+        return f"{run.name} is still {now.standing}; {way_out(now)}"
     is_local = submitted is None or submitted.scheduler == "local"
     job = f"kill {lease.pid} on {lease.host}" if is_local and lease is not None else f"scancel {now.job_id}"
     return f"{run.name} is still {now.state}: it was asked to stop; to end its job: {job}; its output: {run.job_log}"

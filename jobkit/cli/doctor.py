@@ -26,6 +26,7 @@ from jobkit.run.runs import runs_dir_of
 from jobkit.usage import show_examples
 
 if TYPE_CHECKING:
+    from jobkit.run.locks import Lock
     from jobkit.run.schema import Config, ContainerConfig
     from jobkit.slurm.nodes import Partition
     from jobkit.submission.options import Options
@@ -102,23 +103,41 @@ def _python() -> Iterator[Check]:
 
 def _runs_dir(runs_dir: Path) -> Iterator[Check]:
     """Return whether the runs directory can be written and locked."""
-    from jobkit.run.locks import Lock
+    from jobkit.run.locks import Lock, file_system
     from jobkit.submission.checks import refuse_unwritable
 
     file = runs_dir / ".locks" / "doctor"
     try:
         refuse_unwritable(runs_dir)
         with Lock(file):
-            excludes = Lock(file).is_held()
+            excludes = _is_seen(Lock(file))
         file.unlink()
     except JobkitError as error:
         yield Check("problem", str(error))
         return
-    words = f"runs directory {runs_dir}: writable, {shutil.disk_usage(runs_dir).free / 2**30:.1f} GiB free"
-    if excludes:
-        yield Check("ok", f"{words}, locks work")
-    else:
+    kind, reach = file_system(Path("/proc/self/mountinfo").read_text(), runs_dir.resolve())
+    words = f"runs directory {runs_dir} ({kind}): writable, {shutil.disk_usage(runs_dir).free / 2**30:.1f} GiB free"
+    here = "stop and continue a run of this machine where it was submitted; or mount it with locks for all hosts"
+    if not excludes:
         yield Check("problem", f"{words}; its locks exclude nobody", "a run could be started twice: see --runs-dir")
+    elif reach in ("all", "own"):
+        yield Check("ok", f"{words}, locks work{' between hosts' if reach == 'all' else ''}")
+    elif reach == "host":
+        yield Check("warning", f"{words}; other hosts do not see its locks", here)
+    else:
+        advice = f"BeeGFS: tuneUseGlobalFileLocks; if they do not, {here}"
+        yield Check("warning", f"{words}; nothing here says whether other hosts see its locks", advice)
+
+
+def _is_seen(lock: Lock) -> bool:
+    """Return whether another process sees that a lock is held."""
+    if (child := os.fork()) == 0:
+        held = False
+        try:
+            held = lock.is_held()
+        finally:
+            os._exit(held)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
 def _machine() -> Iterator[Check]:

@@ -18,6 +18,7 @@ import socket
 import time
 from pathlib import Path
 
+from jobkit.cli.arguments import way_out
 from jobkit.errors import EXIT_FINISHED, InputError
 from jobkit.run import records
 from jobkit.run.files import sync_folder, user_name
@@ -27,7 +28,7 @@ from jobkit.run.rundir import CHECKPOINT, RunDir
 from jobkit.run.runs import WORDS, find, runs_dir_of
 from jobkit.run.view import UNDER_WAY, View, view
 from jobkit.submission import checks
-from jobkit.usage import show_examples, to_continue, to_type
+from jobkit.usage import show_examples, to_continue
 
 LINKS = ("latest", "best")
 
@@ -59,7 +60,7 @@ def rewind(run: RunDir, step: int) -> Rewound:
         now = view(run, locked=True)
         checks.refuse_older(run, now.status)
         if now.state in UNDER_WAY:
-            raise InputError(f"it is {now.state}", key=run.name, hint=f"first: {to_type('cancel', run.path)}")
+            raise InputError(f"it is {now.standing}", key=run.name, hint=way_out(now))
         with run.alive_lock():  # the job of a run that has just ended may still write
             return _rewind(run, step, now)
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from jobkit.cli.arguments import add_runs, chosen, confirm, each
+from jobkit.cli.arguments import add_runs, chosen, confirm, each, way_out
 from jobkit.errors import EXIT_FINISHED, InputError
 from jobkit.run import older, snapshot
 from jobkit.run.files import foreign_owner, read_json
@@ -24,7 +24,7 @@ from jobkit.run.locks import make_folder
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import some
 from jobkit.run.view import UNDER_WAY, View, view, views
-from jobkit.usage import show_examples, to_type
+from jobkit.usage import show_examples
 
 ASIDE = ".removed"
 BLOCK = 512
@@ -49,9 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Remove the runs, unless one of them may not be removed: then none."""
     runs, checkpoints_only = chosen(arguments), arguments.checkpoints_only
-    kept = [f"{now.run.name} ({why})" for now in views(runs) if (why := _why_not(now)) is not None]
+    kept = [(now, why) for now in views(runs) if (why := _why_not(now)) is not None]
     if kept:
-        raise InputError(f"nothing was removed: {some(kept)}", hint="leave it out, or cancel it first")
+        words = some([f"{now.run.name} ({why})" for now, why in kept])
+        hints = ["leave it out, or cancel it first", *[way_out(now) for now, _ in kept if not now.answered][:1]]
+        raise InputError(f"nothing was removed: {words}", hint="; ".join(hints))
     if arguments.dry_run:
         sizes = {run.name: _size(_parts(run, checkpoints_only)) for run in runs}
         for name, size in sizes.items():
@@ -88,7 +90,7 @@ def _why_not(now: View) -> str | None:
     if os.geteuid() and (owner := foreign_owner(path)) is not None:
         return f"it belongs to {owner}"
     if now.state in UNDER_WAY:
-        return now.state
+        return now.standing
     if now.status.is_older and (state := read_json(now.run.status_file)["state"]) not in (*older.OVER, "interrupted"):
         return f"an older jobkit left it {state}; if its job is gone: rm -r {path}"
     return None
@@ -98,8 +100,8 @@ def _remove(run: RunDir, checkpoints_only: bool) -> int:
     """Remove a run; returns the bytes that the disk gets back. Raises InputError where somebody has continued it."""
     aside = _aside(run.path.parent)
     with run.submit_lock():
-        if (why := _why_not(view(run, locked=True))) is not None:
-            raise InputError(f"not removed: {why}", hint=f"first: {to_type('cancel', run.path)}")
+        if (why := _why_not(now := view(run, locked=True))) is not None:
+            raise InputError(f"not removed: {why}", hint=way_out(now))
         with run.alive_lock():  # the job of a run that has just ended may still write
             parts = _parts(run, checkpoints_only)
             size = _size(parts)

@@ -127,7 +127,7 @@ def _facts(
         "attempts": len(attempts),
         "checkpoint": run.durable_step() if view is not None else _newest(ends, "durable_step"),
         "age": round(max(0.0, now - status.get("since", 0.0)), 1),
-        "where": submitted.get("entry") or submitted.get("scheduler"),
+        "where": (view and view.elsewhere) or submitted.get("entry") or submitted.get("scheduler"),
         "job": view.job_id if view is not None else status.get("job_id"),
         "reason": reason,
         "seed": config.get("seed"),

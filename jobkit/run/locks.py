@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import math
 import os
+import re
 import time
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +20,12 @@ from jobkit.run.disk import AWAY
 
 SILENT_SECONDS = 2.0
 """After so long a message names the lock."""
+
+OWN = frozenset({"tmpfs", "overlay", "zfs", "ramfs", "rootfs"})
+SHARED = frozenset({"nfs", "nfs4", "lustre", "gpfs", "ceph", "gfs2", "ocfs2"})
+"""Their locks reach all hosts, unless an option keeps them. Of BeeGFS, SMB and others a setting elsewhere decides."""
+
+LOCAL_LOCKS = frozenset({"nolock", "local_lock=all", "local_lock=flock", "localflock", "nobrl"})
 
 
 class Lock:
@@ -97,6 +104,27 @@ class Lock:
                 "work at once. Mount it with locks, or choose another folder with --runs-dir"
             ) from None
         return True
+
+
+def file_system(mountinfo: str, path: Path) -> tuple[str, str]:
+    """Return the type of a path's file system, and the hosts that see its locks: `all`, this `host` alone although
+    others have the files, `own` where no other has them, or `unknown`.
+
+    file_system(Path("/proc/self/mountinfo").read_text(), runs_dir)     # ("nfs4", "all")
+    """
+    kind, source, options, longest = "", "", set[str](), 0
+    for line in mountinfo.splitlines():
+        here, _, there = line.partition(" - ")
+        point = re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), here.split()[4])
+        if len(point) >= longest and path.is_relative_to(point):  # the last one is on top
+            longest = len(point)
+            kind, source, *rest = there.split(" ")
+            options = set(",".join([here.split()[5], *rest]).split(","))
+    if kind == "fuse.sshfs" or options & LOCAL_LOCKS:
+        return kind, "host"
+    if kind in SHARED:
+        return kind, "all"
+    return kind, "own" if source.startswith("/dev/") or kind in OWN else "unknown"
 
 
 def make_folder(folder: Path) -> None:

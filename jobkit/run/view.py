@@ -9,6 +9,7 @@ its comment holds the run's token: job ids repeat on other clusters, and paths c
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -48,7 +49,7 @@ class View:
     job: Job | None
     """Slurm's record of the run's job; None where there is none, or on this machine."""
     answered: bool
-    """False where it is not known if the job lives: no answer, another cluster, another user's job."""
+    """False where it is not known if the job lives: no answer, another cluster or host, another user's job."""
     alive: bool = False
     """True where the scheduler has the job, the local job's lock is held, or a submission is being made."""
 
@@ -69,6 +70,17 @@ class View:
     def is_over(self) -> bool:
         """True if nothing more happens to the run by itself."""
         return self.state not in UNDER_WAY
+
+    @property
+    def elsewhere(self) -> str:
+        """The host that alone knows whether a local run lives; empty where this one knows, and on Slurm."""
+        submitted = self.status.submitted
+        return submitted.host if submitted is not None and not self.answered and _is_elsewhere(submitted) else ""
+
+    @property
+    def standing(self) -> str:
+        """The state, with the words where it is not known whether the job lives."""
+        return self.state if self.answered else f"{self.state}, {self.words}"
 
     @property
     def exit_code(self) -> int:
@@ -96,9 +108,10 @@ class View:
             held = f"; to release it: scontrol release {self.job.job_id}" if self.job.held else ""
             return f"{job} waits: {explain_reason(self.job.reason or 'None')}{held}"
         attempt, submitted = self.status.open_attempt, self.status.submitted
-        if waiting := self.waiting:
-            return waiting
         words = f"attempt {attempt.number} in {job}" if attempt is not None else f"{job} is starting"
+        words = self.waiting or words
+        if self.elsewhere:
+            return f"{words} on host {self.elsewhere}, not known from here"
         whose = f"cluster {submitted.cluster}" if submitted is not None and submitted.cluster else "its owner"
         return words if self.answered else f"{words}, as far as the journal knows: {whose} was not heard"
 
@@ -141,12 +154,18 @@ def _view(run: RunDir, status: Status, jobs: _Jobs, locked: bool) -> View:
         alive = job is not None and not job.ended
     else:
         held = _is_held(run.alive_lock())
-        answered, alive = held is not None, bool(held)
+        answered, alive = held or (held is False and not _is_elsewhere(submitted)), bool(held)
     if not alive and not locked and _is_held(run.submit_lock()):
         alive = True  # its submission is being made
     if answered and not alive and (now := read_status(run)) != status:
         return View(run, now, None, answered=now.state not in UNDER_WAY)  # it went on during the question
     return View(run, status, job, answered, alive)
+
+
+def _is_elsewhere(submitted: Submitted) -> bool:
+    """Return whether a local run is another host's: some file systems keep locks to a host, so that one that is free
+    here says nothing about it."""
+    return submitted.scheduler == "local" and submitted.host not in ("", socket.gethostname())
 
 
 def _is_held(lock: Lock) -> bool | None:

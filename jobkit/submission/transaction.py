@@ -83,7 +83,7 @@ def submit(
             return Outcome(run=run, before=before, started=False, job_id=before.job_id)
         if before.state in UNDER_WAY:
             if not before.answered:
-                gone = f"if that is gone for good, type first: {to_type('cancel', run.path, '--no-grace')}"
+                gone = f"type it there; where that is gone for good, first: {to_type('cancel', run.path, '--no-grace')}"
                 raise SchedulerError(f"{run.name}: {before.words}; a second job could train beside it; {gone}")
             return Outcome(run=run, before=before, started=False, job_id=before.job_id)
         checks.refuse_foreign(run)

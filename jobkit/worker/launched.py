@@ -128,7 +128,10 @@ def _begin(launched: Launched, loaded: Loaded, launch: Launch) -> int | None:
         if before.state == "finished":
             print(f"already finished: {run.path}\nfor a new run: another name, or other params", flush=True)
             return None
-        if before.state in UNDER_WAY:
+        last = before.status.submitted
+        # A launcher gives the ranks to another host if theirs is lost: it has ended those of before.
+        is_again = last is not None and last.launcher is not None and before.elsewhere
+        if before.state in UNDER_WAY and not is_again:
             raise InputError(f"{run.name} is {before.state} already: {before.words}; {to_type('status', run.path)}")
         for path in (run.path, run.submitit, run.checkpoints, run.tensorboard, run.path / "requests"):
             path.mkdir(parents=True, exist_ok=True)
@@ -137,7 +140,6 @@ def _begin(launched: Launched, loaded: Loaded, launch: Launch) -> int | None:
         launched.alive.leave_to_parent()
         write_atomic(run.config_file, yamlfile.dump(loaded.written))
         journal = Journal(run)
-        last = journal.status.submitted
         number = last.number + 1 if last is not None else 1
         token = new_token(run.name, number)
         journal.append(

@@ -100,6 +100,7 @@ def test_a_script_is_stopped_and_killed_and_goes_on_exactly(tmp_path: Path) -> N
     launch.wait_for_attempt(2).wait_for_step(launch.ends[0].last_step + 5)  # type: ignore[operator]
     launch.kill_rank(0)
     second.communicate(timeout=PATIENCE)
+    made.begin_with("script.py", "import socket\nsocket.gethostname = lambda: 'elsewhere'\n")  # a scheduler's next node
     finish(start(made, "python"))
     assert launch.status.result == expected
     assert launch.status.state == "finished"

@@ -440,6 +440,23 @@ def test_a_supervisor_that_does_not_answer(tmp_path: Path, capsys: Capture, monk
     assert read_status(run).state == "running" and "still running" in capsys.readouterr().out
 
 
+def test_a_cancel_on_another_host_waits_for_an_answer_and_frees_what_is_gone(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cancel, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(cancel, "KILLED_SECONDS", 0.2)
+    run = make_run(tmp_path, NAME, submitted(host="elsewhere"))
+    for event in (None, began()):
+        if event is not None:
+            Journal(run).append(event)
+        assert main(["cancel", NAME]) == 1
+        said = capsys.readouterr().out
+        assert "on host elsewhere" in said and f"cancel --no-grace {NAME}" in said
+        assert run.request("cancel") is not None, "its supervisor may live"
+    assert main(["cancel", "--no-grace", NAME]) == 0
+    assert read_status(run).state == "cancelled"
+
+
 def test_a_sweep_is_cancelled_before_its_first_run_exists(tmp_path: Path) -> None:
     file = tmp_path / "toy-7cbedaba.sweep"
     file.write_text(f"{NAME}\n")

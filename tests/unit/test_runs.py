@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +188,29 @@ def test_a_local_run_lives_as_long_as_its_lock_is_held(tmp_path: Path) -> None:
     assert (view(run).state, view(run).is_over) == ("lost", True)
     with run.submit_lock():  # a submission is about to start its job
         assert (view(run).state, view(run, locked=True).state) == ("running", "lost")
+
+
+@pytest.mark.parametrize(
+    ("host", "held", "answered", "state"),
+    [
+        (socket.gethostname(), False, True, "lost"),
+        ("", False, True, "lost"),  # an older journal
+        ("elsewhere", False, False, "running"),  # its file system may keep locks to a host
+        ("elsewhere", True, True, "running"),
+    ],
+)
+def test_a_free_lock_is_no_answer_about_another_host(
+    tmp_path: Path, host: str, held: bool, answered: bool, state: str
+) -> None:
+    run = make_run(tmp_path, "toy-11f5f19c", submitted(host=host), began(job_id="local-elsewhere-5"))
+    with run.alive_lock() if held else nullcontext():
+        now = view(run)
+    assert (now.answered, now.state, now.is_over) == (answered, state, state == "lost")
+    assert (now.elsewhere, "on host elsewhere, not known from here" in now.words) == (
+        ("", False) if answered else ("elsewhere", True)
+    )
+    Journal(run).append(ended("crashed", "fail"))
+    assert (view(run).answered, view(run).state) == (True, "failed")
 
 
 def test_a_lock_that_cannot_be_opened_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
