@@ -13,16 +13,18 @@ import argparse
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from jobkit.cli.arguments import add_runs, chosen, confirm, each, way_out
 from jobkit.errors import EXIT_FINISHED, InputError
 from jobkit.run import older, snapshot
+from jobkit.run.chain import awaited
 from jobkit.run.files import foreign_owner, read_json
+from jobkit.run.journal import cached_status
 from jobkit.run.locks import make_folder
 from jobkit.run.rundir import RunDir
-from jobkit.run.runs import some
+from jobkit.run.runs import runs_in, some
 from jobkit.run.view import UNDER_WAY, View, view, views
 from jobkit.usage import show_examples
 
@@ -49,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Remove the runs, unless one of them may not be removed: then none."""
     runs, checkpoints_only = chosen(arguments), arguments.checkpoints_only
-    kept = [(now, why) for now in views(runs) if (why := _why_not(now)) is not None]
+    needed = {} if checkpoints_only else _needed({run.path.parent for run in runs})
+    kept = [(now, why) for now in views(runs) if (why := _why_not(now) or needed.get(now.run.path.resolve()))]
     if kept:
         words = some([f"{now.run.name} ({why})" for now, why in kept])
         hints = ["leave it out, or cancel it first", *[way_out(now) for now, _ in kept if not now.answered][:1]]
@@ -78,6 +81,21 @@ def run(arguments: argparse.Namespace) -> int:
         snapshot.put_unused(folder, names, _aside(folder))
         _delete_leftovers(folder)
     return code
+
+
+def _needed(folders: Iterable[Path]) -> dict[Path, str]:
+    """Return the runs that queued runs in these folders wait for (`--after`), each with the reason to keep it.
+
+    A run with --from needs no other: the checkpoint that it begins with is in its own directory.
+    """
+    runs = [run for folder in folders for run in runs_in(folder)]
+    queued = [run for run in runs if (cached_status(run) or {"state": "queued"}).get("state") == "queued"]
+    return {
+        other.path.resolve(): f"{now.run.name} waits for it"
+        for now in views(queued)
+        if now.state == "queued"
+        for other in awaited(now.run, now.status)
+    }
 
 
 def _why_not(now: View) -> str | None:

@@ -95,3 +95,19 @@ def test_a_run_that_the_command_starts_lives_on_its_own(project: Project) -> Non
     assert second.run.alive_lock().is_held()
     second.end_training().wait_until_over()
     assert second.causes == ["finished"]
+
+
+def test_a_run_that_another_one_waits_for_is_not_removed(project: Project) -> None:
+    done = project.submit("--local", steps=2).wait_until_over()
+    trains = project.submit("--local", "--detach", steps=100_000).wait_for_step(1)
+    both = ("--after", done.run.name, "--after", trains.run.name)
+    waits = project.submit("--local", "--detach", *both, steps=3)
+    removal = ("rm", "-y", done.run.name)
+    refused = project.jobkit(*removal, check=False)
+    assert (refused.returncode, done.run.path.exists()) == (2, True)
+    assert f"{waits.run.name} waits for it" in refused.stderr
+    project.jobkit(*removal, "--checkpoints-only")
+    trains.end_training()
+    assert waits.wait_until_over().causes == ["finished"]
+    project.jobkit(*removal)
+    assert not done.run.path.exists()
