@@ -31,9 +31,8 @@ def request_of(run: RunDir, submission: int, attempt: int) -> Request | None:
 
     A cancel is about the submission: one that names the attempt before this one came between the two.
     """
-    for request in map(run.request, REQUESTS):
-        is_ours = request is not None and request.submission == submission
-        if request is not None and is_ours and (request.kind == "cancel" or request.attempt == attempt):
+    for request in filter(None, map(run.request, REQUESTS)):
+        if request.submission == submission and (request.kind == "cancel" or request.attempt == attempt):
             return request
     return None
 
