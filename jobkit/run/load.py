@@ -53,7 +53,7 @@ class Loaded:
                 parent: Any = reduce(operator.getitem, path[:-1], values)  # type: ignore[arg-type]
                 if parent[path[-1]] == value:
                     parent[path[-1]] = expression
-            except (KeyError, TypeError):  # an option that is false, a short form: written without the expression
+            except (KeyError, TypeError):  # an option that is null, a short form: written without the expression
                 continue
         return values
 
@@ -238,13 +238,11 @@ def _refuse_sections_in_params(params: Any) -> None:
 
 
 def _options_of(cluster: str, entry: Mapping[str, Any], typed: Sequence[str]) -> dict[str, Any]:
-    """A cluster's entry without options that are false or null, and without `resources` that were typed: these hold
-    wherever the run goes."""
+    """A cluster's entry without options that are null, and without `resources` that were typed: these hold wherever the
+    run goes."""
     names = {key.removeprefix("resources.") for key in typed if key.startswith("resources.")}
     return {
         name: value
         for name, value in entry.items()
-        if value is not None
-        and value is not False
-        and (str(name).replace("-", "_") not in names or f"clusters.{cluster}.{name}" in typed)
+        if value is not None and (str(name).replace("-", "_") not in names or f"clusters.{cluster}.{name}" in typed)
     }

@@ -63,6 +63,9 @@ OWNED = {
 }
 """Options whose values jobkit sets itself, and for each the user's next step."""
 
+SWITCHES = {"kill_on_invalid_dep": ("no", "yes"), "oom_kill_step": (0, 1), "wait_all_nodes": (0, 1)}
+"""Options that sbatch takes with a value for false and for true; YAML reads a bare `no` as false."""
+
 _NODES = "set nodes and tasks_per_node"
 SRUN_OWNED = {
     **dict.fromkeys(("-n", "-N", "--ntasks", "--nodes", "--ntasks-per-node"), _NODES),
@@ -110,9 +113,9 @@ def split(cluster: str, entry: Mapping[str, Any]) -> Options:
     result = Options()
     for written, value in entry.items():
         name, key = str(written).replace("-", "_"), f"clusters.{cluster}.{written}"
-        if value is None or value is False or name == "scheduler":
-            continue  # a false or null option takes back the one of the user's own file
-        if name == "additional_parameters":
+        if value is None or name == "scheduler":
+            continue
+        if name == "additional_parameters" and value is not False:
             _add_unknown(result, value, key)
         elif name == "container" and isinstance(value, Mapping):  # a text is sbatch's own option
             result = dataclasses.replace(result, container=value)
@@ -122,9 +125,14 @@ def split(cluster: str, entry: Mapping[str, Any]) -> Options:
 
 
 def _sort_in(result: Options, name: str, value: Any, key: str) -> None:
-    """Put one option where it belongs."""
+    """Put one option where it belongs. One that is false is left out; jobkit's own is refused all the same: `requeue:
+    false` asks for a job that jobkit does not make."""
     if name in OWNED:
         raise InputError("jobkit sets this option itself", key=key, hint=OWNED[name])
+    if isinstance(value, bool) and name in SWITCHES:
+        value = SWITCHES[name][value]
+    if value is False:
+        return
     if name in RESOURCES:
         result.resources[name] = value
     elif name in ("setup", "teardown", "srun_args"):
@@ -146,11 +154,11 @@ def _add_unknown(result: Options, value: Any, key: str) -> None:
         name, inner_key = str(written).replace("-", "_"), f"{key}.{written}"
         if not re.fullmatch(r"[A-Za-z]\w*", name):
             raise InputError(key=inner_key, found=str(written), allowed="the name of a long option of sbatch")
-        if inner is None or inner is False:
+        if inner is None:
             continue
-        if name in OWNED or name in RESOURCES or name in submitit_parameters():
+        if name in {*OWNED, *RESOURCES, *submitit_parameters(), *SWITCHES}:
             _sort_in(result, name, inner, inner_key)
-        else:
+        elif inner is not False:
             result.additional[name] = _scalar(inner, inner_key)
 
 

@@ -239,9 +239,10 @@ def test_clusters_of_the_user_are_known_to_each_experiment(tmp_path: Path, user_
     user_file.write_text("clusters:\n  h100: {partition: h100}\n  slurm: {qos: low, account: a}\n")
     text = "clusters: {slurm: {partition: big, exclusive: false, qos: null, nodes: 2, min-nodes: 1}}\n"
     clusters = _load(tmp_path, text).config.clusters
-    assert clusters == {"h100": {"partition": "h100"}, "slurm": {"partition": "big", "nodes": 2, "min-nodes": 1}}
+    ours = {"partition": "big", "exclusive": False, "nodes": 2, "min-nodes": 1}
+    assert clusters == {"h100": {"partition": "h100"}, "slurm": ours}
     typed = _load(tmp_path, text, "resources.nodes=3", "resources={min_nodes: 2}", "clusters.slurm.qos=x").config
-    assert typed.clusters["slurm"] == {"partition": "big", "qos": "x"}
+    assert typed.clusters["slurm"] == {"partition": "big", "exclusive": False, "qos": "x"}
 
 
 def test_a_mistake_in_the_users_file_is_named_there(tmp_path: Path, user_file: Path) -> None:

@@ -39,12 +39,21 @@ def test_a_false_or_null_option_is_left_out() -> None:
     assert split("h100", entry) == Options()
 
 
+def test_false_of_an_option_with_a_value_reaches_sbatch() -> None:
+    """`kill_on_invalid_dep: no` is false for YAML, and sbatch's default is yes."""
+    entry = {"kill-on-invalid-dep": False, "additional_parameters": {"oom_kill_step": False, "wait-all-nodes": True}}
+    assert split("a", entry).additional == {"kill_on_invalid_dep": "no", "oom_kill_step": 0, "wait_all_nodes": 1}
+
+
 REFUSED: list[tuple[dict[str, Any], str, str]] = [  # entry, key, part of the hint
     ({"partiton": "h100"}, "clusters.a.partiton", "'partition'"),
     ({"wall-time": "1h"}, "clusters.a.wall-time", "'time'"),
     ({"signal_delay_s": 90}, "clusters.a.signal_delay_s", "clock"),
     ({"ntasks-per-node": 8}, "clusters.a.ntasks-per-node", "tasks_per_node"),
     ({"comment": "mine"}, "clusters.a.comment", "finds"),
+    ({"requeue": False}, "clusters.a.requeue", "always on"),
+    ({"no-kill": False}, "clusters.a.no-kill", "always on"),
+    ({"additional_parameters": {"requeue": False}}, "clusters.a.additional_parameters.requeue", "always on"),
     ({"additional_parameters": {"array": "0-3"}}, "clusters.a.additional_parameters.array", "one job"),
     ({"srun_args": ["-n4"]}, "clusters.a.srun_args", "nodes"),
     ({"srun_args": "--ntasks=4"}, "clusters.a.srun_args", "nodes"),
