@@ -270,6 +270,16 @@ class MirrorConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CodeConfig:
+    """The code snapshot, which a run executes: what git does not ignore; without git, source files. Not part of the
+    run's hash."""
+
+    exclude: list[str] = field(default_factory=list)
+    """Files and folders that stay out of it: patterns relative to the folder of the command, as `[data, "*.csv"]`. `*`
+    stands for any characters, `/` included; a folder's name leaves out all below it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class VerifyConfig:
     """Changes of the config for `python -m jobkit verify` alone."""
 
@@ -343,6 +353,7 @@ class Config:
     """A container for the ranks: `{prefix: [apptainer, exec, --nv, image.sif], python: /opt/conda/bin/python}`. In an
     entry of `clusters:` it holds there, and `{}` means none."""
     mirror: MirrorConfig = field(default_factory=MirrorConfig)
+    code: CodeConfig = field(default_factory=CodeConfig)
     after: list[str] = field(default_factory=list)
     """Names of runs that must be finished before this one starts; `--after` adds more."""
     verify: VerifyConfig = field(default_factory=VerifyConfig)

@@ -17,7 +17,8 @@ import stat
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from jobkit.errors import InputError
@@ -41,16 +42,17 @@ MAX_FILES = 5000
 _SKIPPED = (".", "__pycache__", "node_modules")
 
 
-def take(folder: Path, runs_dir: Path) -> Path:
+def take(folder: Path, runs_dir: Path, exclude: Sequence[str] = ()) -> Path:
     """A snapshot of the code below a folder, in the runs directory: a new copy, or an equal one that exists.
 
     Copied are the files that git does not ignore, in submodules and nested clones too; without git, source files. A
-    link to a folder stays a link. Raises InputError if git refuses to list files, or if the folder is no project's.
+    link to a folder stays a link. `exclude` is `code.exclude` of the config. Raises InputError if git refuses to list
+    files, or if the folder is no project's.
     """
     if folder.resolve() == runs_dir.resolve():
         problem, hint = "it is the folder of the code", "try --runs-dir runs"
         raise InputError(problem, key="--runs-dir", found=str(runs_dir), hint=hint)
-    search = _Search(folder, runs_dir.resolve())
+    search = _Search(folder, runs_dir.resolve(), exclude)
     search.add_folder(Path())
     search.add_built_modules()
     names = search.kept()
@@ -69,15 +71,15 @@ def take(folder: Path, runs_dir: Path) -> Path:
     return path
 
 
-def link(name: Path, folder: Path, runs_dir: Path, code: Path | None = None) -> Path:
+def link(name: Path, folder: Path, runs_dir: Path, code: Path | None = None, exclude: Sequence[str] = ()) -> Path:
     """Make `name` a link to a snapshot of a folder, and return that; from then on no `rm` deletes it.
 
     `code` is a snapshot that was taken already: the runs of a sweep have the same.
     """
-    code = code or take(folder, runs_dir)
+    code = code or take(folder, runs_dir, exclude)
     with _lock(runs_dir):
         if not code.exists():  # the last run that had it was removed in this moment
-            code = take(folder, runs_dir)
+            code = take(folder, runs_dir, exclude)
         replace_link(name, code)
     return code
 
@@ -148,10 +150,13 @@ def _copy(folder: Path, names: Iterable[str], staging: Path) -> dict[str, str]:
 class _Search:
     """Collects the code below `folder`. Files have their names relative to it."""
 
-    def __init__(self, folder: Path, runs_dir: Path) -> None:
+    def __init__(self, folder: Path, runs_dir: Path, exclude: Sequence[str]) -> None:
         self.folder = folder
         self.runs_dir = runs_dir
+        self.exclude = [pattern.rstrip("/") for pattern in exclude]
         self.sizes: dict[Path, int] = {}
+        self.unreadable: set[Path] = set()
+        """This user may not read them; nor may the job, so that the run cannot need them."""
         self._runs = {Path(): False}  # the code itself may lie in a run, or beside runs
 
     def add_folder(self, name: Path) -> None:
@@ -165,15 +170,17 @@ class _Search:
         makes (`_version.py`, `ops.so`), and an import of the package needs them."""
         for parent in {name.parent for name in self.sizes if name.suffix == ".py"}:
             suffixes = MODULES if parent / "__init__.py" in self.sizes else MODULES[1:]
-            for entry in os.scandir(self.folder / parent):
-                if entry.name.endswith(suffixes):
-                    self._add(parent / entry.name)
+            try:
+                for entry in os.scandir(self.folder / parent):
+                    if entry.name.endswith(suffixes):
+                        self._add(parent / entry.name)
+            except PermissionError:
+                self.unreadable.add(parent)
 
     def kept(self) -> list[str]:
         """The names of the files to copy; the user hears of the others. Raises InputError if there are too many."""
         if len(self.sizes) > MAX_FILES:
-            ((largest, count),) = Counter(name.parts[0] for name in self.sizes).most_common(1)
-            raise self._too_many(f"{MAX_FILES} code files ({count} in {largest})")
+            raise self._too_many(f"{MAX_FILES} code files", Counter(map(_place, self.sizes)))
         large = {name: size for name, size in self.sizes.items() if size > MAX_FILE_BYTES}
         data = {name: size for name, size in large.items() if not name.name.endswith(PROGRAMS)}
         if data:
@@ -181,39 +188,68 @@ class _Search:
             listed = ", ".join(f"{name} ({data[name] / 2**20:.1f} MiB)" for name in largest_first[:5])
             what = f"{len(data)} files of more than {MAX_FILE_BYTES >> 20} MiB are not in the code snapshot"
             log.warning("%s; the largest: %s", what, listed)
+        if self.unreadable:
+            names = ", ".join(sorted(map(str, self.unreadable))[:5])
+            what = f"{len(self.unreadable)} that you may not read are not in the code snapshot"
+            log.warning("%s: %s; `chmod u+r` takes them in, `code: {exclude: [...]}` ends this line", what, names)
         return sorted(str(name) for name in self.sizes if name not in data)
 
     def _add(self, name: Path) -> None:
+        if self._is_excluded(name):
+            return
+        try:
+            self._add_wanted(name)
+        except PermissionError:
+            self.unreadable.add(name)
+        except OSError:
+            return  # git still lists a file that was removed; a link may lead nowhere
+
+    def _add_wanted(self, name: Path) -> None:
         path = self.folder / name
         if any(map(self._is_runs, name.parents)):
             return
-        try:
-            info = path.stat()
-        except OSError:
-            return  # git still lists a file that was removed; a link may lead nowhere
+        info = path.stat()
         if stat.S_ISREG(info.st_mode):
+            if not _may_read(path):
+                raise PermissionError
             self.sizes[name] = info.st_size
+        elif not stat.S_ISDIR(info.st_mode):
+            return  # nobody may ever write into a FIFO
         elif path.is_symlink():
             self.sizes |= {} if self._is_runs(name) else {name: 0}
         elif (path / ".git").exists() and not any(part.startswith(_SKIPPED) for part in name.parts):
             self.add_folder(name)  # a submodule, or a nested clone; in a hidden folder another working tree
 
+    def _is_excluded(self, name: Path) -> bool:
+        return any(fnmatchcase(str(part), pattern) for pattern in self.exclude for part in (name, *name.parents))
+
     def _walk(self, name: Path) -> list[str]:
         """The source files below a folder, and links to folders."""
-        listed, count = [], 0
+        listed, counts = [], Counter[str]()
         for parent, folders, files in os.walk(self.folder / name):
-            folders[:] = [child for child in folders if _may_have_code(Path(parent, child))]
-            count += len(folders) + len(files)
-            if count > 20 * MAX_FILES:
-                raise self._too_many(f"{20 * MAX_FILES} files")
+            here = Path(parent).relative_to(self.folder)
+            folders[:] = [child for child in folders if self._may_have_code(here / child)]
+            counts.update(_place(here / child) for child in files)
+            if counts.total() > 20 * MAX_FILES:
+                raise self._too_many(f"{20 * MAX_FILES} files", counts)
             sources = [file for file in files if file.endswith(SOURCES)]
             sources += [child for child in folders if Path(parent, child).is_symlink()]
             listed += [os.path.relpath(Path(parent, source), self.folder / name) for source in sources]
         return listed
 
-    def _too_many(self, number: str) -> InputError:
-        hint = "type the command in the project's own folder, or let git ignore what is no code"
-        return InputError(f"more than {number}", hint=hint).at(self.folder)
+    def _may_have_code(self, name: Path) -> bool:
+        folder = self.folder / name
+        if name.name.startswith(_SKIPPED) or self._is_excluded(name):
+            return False
+        if not _may_read(folder):
+            self.unreadable.add(name)
+            return False
+        return not ((folder / "pyvenv.cfg").exists() or (folder / "conda-meta").is_dir())
+
+    def _too_many(self, number: str, counts: Counter[str]) -> InputError:
+        ((largest, count),) = counts.most_common(1)
+        hint = f"type the command in the project's own folder, or leave them out: code: {{exclude: ['{largest}']}}"
+        return InputError(f"more than {number}, {count} of them are {largest}", hint=hint).at(self.folder)
 
     def _is_runs(self, name: Path) -> bool:
         """Return whether a folder is a runs directory: this one, or another with its locks."""
@@ -223,9 +259,13 @@ class _Search:
         return self._runs[name]
 
 
-def _may_have_code(folder: Path) -> bool:
-    is_environment = (folder / "pyvenv.cfg").exists() or (folder / "conda-meta").is_dir()
-    return not (folder.name.startswith(_SKIPPED) or is_environment)
+def _may_read(path: Path) -> bool:
+    return os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0), effective_ids=True)
+
+
+def _place(name: Path) -> str:
+    """The pattern of `code.exclude` for a file and its like: the folder at the top, or the ending."""
+    return f"{name.parts[0]}/" if len(name.parts) > 1 else f"*{name.suffix}" if name.suffix else str(name)
 
 
 def _git_files(folder: Path) -> list[str]:

@@ -66,7 +66,7 @@ def submit(
         if as_json:
             print(json.dumps(outcome.as_json()))
         return left
-    code = snapshot.take(folder, sweep.file.parent)
+    code = snapshot.take(folder, sweep.file.parent, sweep.plans[0].config.code.exclude)
     loop = _Loop(todo, folder, code, most or _room(todo[0]), signals, prepare, cancel_file)
     if not detach:
         return worst([loop.run(), left])

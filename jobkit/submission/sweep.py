@@ -170,7 +170,7 @@ def submit(
     if not todo:
         return outcome
     cluster = sbatch().patiently(commands.cluster_name)
-    code = snapshot.take(folder, sweep.file.parent)
+    code = snapshot.take(folder, sweep.file.parent, sweep.plans[0].config.code.exclude)
     chunks = list(_chunks(todo, min(_tasks_of_slurm(), _open_files(len(todo)))))
     for number, chunk in enumerate(chunks):
         share = None if most is None else max(1, most // len(chunks) + (number < most % len(chunks)))

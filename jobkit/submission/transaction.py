@@ -155,7 +155,7 @@ def write_files(
         path.mkdir(parents=True, exist_ok=True)
     run.failed_starts.unlink(missing_ok=True)  # the nodes of an earlier submission say nothing about this one
     if folder is not None:
-        snapshot.link(run.code, folder, run.path.parent, code)
+        snapshot.link(run.code, folder, run.path.parent, code, plan.config.code.exclude)
     prepare(plan)  # before there is a run: `resume` of one without what it begins with would begin anew
     write_atomic(run.config_file, yamlfile.dump(plan.loaded.written))
 

@@ -59,8 +59,7 @@ def _find(module: str, folder: Path, key: str) -> ModuleSpec:
 def _imports_from_above(file: Path, folder: Path) -> Iterator[str]:
     """Yield a line for each module that a file may import from a folder above, by `__file__`: its copy in the job has
     other folders above."""
-    text = file.read_text(encoding="utf-8", errors="replace")
-    if not file.is_relative_to(folder) or "__file__" not in text:
+    if not file.is_relative_to(folder) or b"__file__" not in _read(file):
         return
     for node in _parse(file).body:
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -97,9 +96,16 @@ def _names_in(file: Path) -> set[str] | None:
     return None if "*" in names else names
 
 
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}").at(file) from None
+
+
 def _parse(file: Path) -> ast.Module:
     try:
-        return ast.parse(file.read_bytes(), filename=str(file))
+        return ast.parse(_read(file), filename=str(file))
     except (SyntaxError, ValueError) as error:
         message = getattr(error, "msg", str(error))
         raise InputError(f"not valid Python: {message}").at(file, getattr(error, "lineno", 1)) from None

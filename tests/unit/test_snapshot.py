@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,61 @@ def test_big_data_is_named_and_too_many_files_are_refused(project: Path, monkeyp
     with pytest.raises(InputError) as refused:
         take(project, project / "runs")
     assert refused.value.file == project
+
+
+@pytest.mark.parametrize("with_git", [True, False])
+def test_what_the_yaml_excludes_stays_out_with_git_and_without(
+    project: Path, with_git: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not with_git:
+        shutil.rmtree(project / ".git")
+        (project / "lib" / "_version.py").unlink()
+    _write(project, "data/a.py", "data/deep/b.py", "notes/c.txt", "datax/d.py")
+    monkeypatch.setattr(snapshot, "MAX_FILES", 8)
+    _write(project, *(f"data/{number}.json" for number in range(8)))
+    with pytest.raises(InputError, match=r"are data/.*exclude: \['data/'\]"):
+        take(project, project / "runs")
+    names = _files(take(project, project / "runs", ["data/", "*.txt", "lib/*.so"]))
+    assert names - {".gitignore", "data.csv"} == {"train.py", "lib/__init__.py", "datax/d.py"} | (
+        {"lib/_version.py"} if with_git else {"ignored/x.py"}
+    )
+
+
+@pytest.mark.parametrize("with_git", [True, False])
+def test_what_the_user_may_not_read_is_named_and_left_out(
+    with_git: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As another user than root, who may read everything."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        folder = _write(Path(name) / "p", "train.py", "closed.py", "shut/x.py", "hidden/__init__.py", "dark/y.py")
+        _write(folder, "runs/.locks/x")
+        os.mkfifo(folder / "pipe.py")
+        (folder / "tube").symlink_to("/dev/null")
+        (folder / "gone.py").symlink_to("nil")
+        if with_git:
+            _git(folder, "init", "-q")
+            _git(folder, "add", "train.py", "closed.py", "shut/x.py", "hidden/__init__.py", "dark/y.py")
+        if os.geteuid() == 0:
+            for path in (folder.parent, *folder.parent.rglob("*")):
+                os.chown(path, 54321, 54321, follow_symlinks=False)
+        for closed, mode in (("closed.py", 0), ("shut", 0), ("hidden", 0o300), ("dark", 0o600)):
+            (folder / closed).chmod(mode)
+        warnings: list[str] = []
+        monkeypatch.setattr(snapshot.log, "warning", lambda text, *values: warnings.append(text % values))
+        monkeypatch.setenv("HOME", str(folder))
+        excluded = ["shut", "dark"] if with_git else ["shut"]
+        before = os.geteuid()
+        os.seteuid(54321 if before == 0 else before)
+        try:
+            names = _files(take(folder, folder / "runs", excluded))
+        finally:
+            os.seteuid(before)
+            for closed in ("shut", "hidden", "dark"):
+                (folder / closed).chmod(0o700)
+        assert names == {"train.py", *(["hidden/__init__.py"] if with_git else [])}
+        (line,) = warnings
+        assert "closed.py" in line and "hidden" in line and "chmod" in line and "code: {exclude:" in line
+        assert ("dark" in line) is not with_git and "shut" not in line
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder away")
