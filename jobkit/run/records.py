@@ -262,7 +262,7 @@ class Submitted(Event):
     """Of the run's submissions, from 1."""
     scheduler: Literal["slurm", "local"]
     cluster: str | None = None
-    """Slurm's ClusterName; job ids are unique within it alone."""
+    """ClusterName@host:port of its Slurm; job ids are unique within it alone."""
     entry: str | None = None
     """The name under `clusters:`."""
     launcher: str | None = None

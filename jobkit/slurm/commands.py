@@ -37,6 +37,9 @@ _MAYBE_DONE = (
 
 _AWAY = ("contact slurm controller", "connection refused", "in standby mode")
 
+NAMES_OF_EXAMPLES = ("cluster", "linux")
+"""ClusterName in Slurm's own examples of a slurm.conf: two clusters may have it."""
+
 _HINTS = {
     "invalid partition": "`sinfo` lists the partitions; set clusters.<name>.partition",
     "invalid account": "`sacctmgr show assoc user=$USER` lists your accounts; set clusters.<name>.account",
@@ -131,6 +134,20 @@ def cluster_name() -> str:
     """`ClusterName@host:port` of the Slurm that commands here talk to: two clusters may have the same ClusterName."""
     host = config().get("SlurmctldHost[0]", "").partition("(")[0]
     return f"{config().get('ClusterName', '')}@{host}:{config().get('SlurmctldPort', '')}"
+
+
+def is_here(cluster: str) -> bool:
+    """Return whether the Slurm here is the one that `cluster_name` named once: a job that it does not have is gone.
+
+    A slurmctld that has moved to another host keeps its ClusterName and its port; a name that nobody chose needs the
+    host too, as a backup's or the first one's.
+    """
+    name, _, address = cluster.partition("@")
+    host, _, port = address.rpartition(":")
+    if (name, port) != (config().get("ClusterName", ""), config().get("SlurmctldPort", "")):
+        return False
+    hosts = [value.partition("(")[0] for key, value in config().items() if key.startswith("SlurmctldHost[")]
+    return name not in NAMES_OF_EXAMPLES or host in hosts
 
 
 def submit(

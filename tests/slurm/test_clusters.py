@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import pwd
+import re
 import shutil
 import site
 import subprocess
@@ -170,3 +171,35 @@ def worker(project: Project, launch: Launch, marker: Path) -> None:
 
 def queued(cluster: Cluster, launch: Launch) -> list[str]:
     return cluster.command("squeue", "-h", "-o%i", f"--name={launch.run.name}").split()
+
+
+def test_a_controller_that_moves_is_the_same_cluster(make_slurm: Callable[..., Cluster], tmp_path: Path) -> None:
+    """slurmctld goes on on a host of another name, with the same state; a run lives on, and one ends meanwhile."""
+    if subprocess.run(["unshare", "--uts", "true"], check=False).returncode:
+        pytest.skip("nothing here may have another host name")
+    cluster = make_slurm(nodes=1)
+    project = Project(tmp_path / "project", cluster.env)
+    launch = project.submit(*ON_SLURM, steps=100_000).wait_for_step(10)
+    gone = project.submit(*HELD, steps=7)
+    cluster.command("scancel", *queued(cluster, gone))
+    cluster.stop_controller()
+    text = cluster.conf.read_text(encoding="utf-8")
+    cluster.conf.write_text(re.sub("SlurmctldHost=.*", "SlurmctldHost=moved(127.0.0.1)", text), encoding="utf-8")
+    there, program = tmp_path / "slurmctld", shutil.which("slurmctld", path=cluster.env["PATH"])
+    there.write_text(f"#!/bin/sh\nexec unshare --uts sh -c 'hostname moved; exec {program} -D'\n")
+    there.chmod(0o755)
+    cluster.env["PATH"] = f"{tmp_path}:{cluster.env['PATH']}"
+    cluster.start_controller()
+    assert "= moved(127.0.0.1)" in cluster.command("scontrol", "show", "config")
+
+    for run, state in ((launch, "running"), (gone, "lost")):
+        assert json.loads(project.jobkit("status", run.run.name, "--json").stdout)["state"] == state
+    project.jobkit("cancel", "-y", launch.run.name)
+    assert launch.wait_until_over().causes == ["cancelled"]
+    cluster.stop_controller()  # and once Slurm has forgotten the job, which says that the cluster is here
+    for file in (cluster.dir / "state").glob("job_state*"):
+        file.unlink()
+    cluster.start_controller()
+    assert cluster.command("squeue", "--states=all", "--noheader") == ""
+    again = project.jobkit("status", gone.run.name, "--json")
+    assert json.loads(again.stdout)["state"] == "lost"

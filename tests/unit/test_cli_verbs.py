@@ -346,7 +346,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         answers["state"] = "CANCELLED"
 
     monkeypatch.setattr(commands, "is_available", lambda: True)
-    monkeypatch.setattr(commands, "cluster_name", lambda: "here")
+    monkeypatch.setattr(commands, "is_here", lambda cluster: cluster == "here")
     monkeypatch.setattr(jobs, "queue", queue)
     monkeypatch.setattr(jobs, "cancel", scancel)
     return answers

@@ -89,7 +89,7 @@ def test_a_job_id_is_found_in_journals_and_in_the_comment(runs_dir: Path, monkey
     make_run(runs_dir, "old-dddddddd", submitted(), began(job_id="31"), ended("crashed", "fail"))
     monkeypatch.setattr(commands, "is_available", lambda: True)
     comments = {"17": TOKEN, "18": "jobkit:toy-11f5f19c:1:000000"}  # 18: of a copy of the run elsewhere
-    monkeypatch.setattr(commands, "cluster_name", lambda: "here")
+    monkeypatch.setattr(commands, "is_here", lambda cluster: cluster == "here")
     monkeypatch.setattr(jobs, "queue", lambda users, timeout: [_job(*item) for item in comments.items()])
     make_run(runs_dir, "new-11f5f19c", submitted("slurm", cluster="here"))
     assert [run.name for run in runs.find(["17"], runs_dir)] == ["new-11f5f19c"]
@@ -113,7 +113,7 @@ class _Slurm:
         self.error = error
         self.answer = list(answer)
         monkeypatch.setattr(commands, "is_available", lambda: True)
-        monkeypatch.setattr(commands, "cluster_name", lambda: "here")
+        monkeypatch.setattr(commands, "is_here", lambda cluster: cluster == "here")
         monkeypatch.setattr(jobs, "queue", self.queue)
 
     def queue(self, users: str, timeout: float) -> list[Job]:
@@ -146,6 +146,15 @@ def test_a_job_is_the_runs_where_its_comment_has_the_token(
     run = make_run(tmp_path, "toy-11f5f19c", submitted("slurm", cluster="here"), *events)
     now = view(run)
     assert (now.state, now.alive, now.answered) == (state, alive, True)
+
+
+def test_a_job_that_is_found_says_that_its_cluster_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its controller has moved: no job of another run of it is an answer too."""
+    _Slurm(monkeypatch, _job(state="RUNNING"))
+    found = make_run(tmp_path, "toy-11f5f19c", submitted("slurm", cluster="moved"), began())
+    gone = submitted("slurm", cluster="moved", token="jobkit:sine-11f5f19c:1:000000")
+    runs_there = [found, make_run(tmp_path, "sine-11f5f19c", gone, began())]
+    assert [now.state for now in views(runs_there)] == ["running", "lost"]
 
 
 @pytest.mark.parametrize(

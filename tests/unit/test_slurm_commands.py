@@ -127,3 +127,27 @@ def test_two_clusters_of_one_name_differ(program: Program, monkeypatch: pytest.M
         assert commands.config()["KillWait"] == "3 sec"
         names.append(commands.cluster_name())
     assert names == ["linux@vm:6817", "linux@vm:32717"]
+
+
+@pytest.mark.parametrize(
+    ("here", "cluster", "same"),
+    [
+        ("lab old 6817", "lab@old:6817", True),
+        ("lab new 6817", "lab@old:6817", True),  # slurmctld has moved
+        ("lab new 6818", "lab@old:6817", False),
+        ("den old 6817", "lab@old:6817", False),
+        ("cluster old 6817", "cluster@old:6817", True),
+        ("cluster new,old 6817", "cluster@old:6817", True),  # its backup is the first now
+        ("cluster new 6817", "cluster@old:6817", False),  # another lab's may be called so too
+        ("linux old 6818", "linux@old:6817", False),
+    ],
+)
+def test_a_controller_on_another_host_is_the_same_cluster(
+    program: Program, monkeypatch: pytest.MonkeyPatch, here: str, cluster: str, same: bool
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", f"/tmp/conf-of-{here}")
+    name, hosts, port = here.split()
+    rows = [f"ClusterName = {name}", f"SlurmctldPort = {port}"]
+    rows += [f"SlurmctldHost[{number}] = {host}(10.0.0.1)" for number, host in enumerate(hosts.split(","))]
+    program("scontrol", "cat <<'END'\n" + "\n".join(rows) + "\nEND")
+    assert commands.is_here(cluster) is same
