@@ -52,6 +52,8 @@ INSTEAD = {
     "sampler": "give weights=... to draw with replacement, shuffle=False for the order of the dataset, or a Subset",
     "batch_sampler": "give global_batch_size, and weights=... or shuffle=False for another order",
     "generator": "leave it out: the order follows from the YAML's seed",
+    "sharded": "leave it out: ranks divide a stream that has num_shards and shard(), and else each reads all of it",
+    "own_state": "leave it out: a stream without state_dict and load_state_dict is read again up to its place",
 }
 """Options that users of DataLoader give by habit, and the option that does the same here."""
 

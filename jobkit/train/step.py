@@ -59,6 +59,10 @@ class Step:
                 f"ctx.backward takes a batch of (inputs, target), and was given a {type(batch).__name__}: for other "
                 "batches give ((inputs, ...), target)"
             )
+        if not callable(loss):
+            raise UsageError(
+                f"ctx.backward computes loss(output, target), and was given a {type(loss).__name__} as loss"
+            )
         inputs, target = batch
         if micro_batch_size is not None and micro_batch_size < 1:
             raise UsageError(f"ctx.backward: micro_batch_size is {micro_batch_size}, and must be at least 1, or None")

@@ -33,6 +33,7 @@ from jobkit.train.loader import Loader
 from jobkit.train.seeds import derive_seed, seed_generators
 from jobkit.train.spread import Spread
 from jobkit.train.step import Step, evaluating
+from jobkit.worker.calls import with_fitting_methods
 from jobkit.worker.checkpoints import Boundary, Checkpoints, older_than
 from jobkit.worker.epochs import Batches, Epochs
 from jobkit.worker.evaluation import Evaluator
@@ -48,6 +49,7 @@ from jobkit.worker.tracked import Generators, PendingGradients, Tracked
 from jobkit.worker.values import Values
 
 
+@with_fitting_methods
 class Context:
     """One rank's view of a run.
 

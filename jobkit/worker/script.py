@@ -21,7 +21,16 @@ from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Any
 
-from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, InputError, JobkitError, LostLease, Stopped
+from jobkit.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    EXIT_RESUMABLE,
+    InputError,
+    JobkitError,
+    LostLease,
+    Stopped,
+)
 from jobkit.log import configure, log
 from jobkit.run.identity import run_name
 from jobkit.run.load import Loaded, load
@@ -31,6 +40,7 @@ from jobkit.run.schema import AUTO, Config
 from jobkit.run.strict import build
 from jobkit.run.yamlfile import Places
 from jobkit.worker import launched
+from jobkit.worker.calls import fitting
 from jobkit.worker.context import Context
 from jobkit.worker.ending import end_of, record
 from jobkit.worker.join import join, leave
@@ -48,6 +58,12 @@ PLACES = {"rank": "rank", "gpu": "local_rank", "world_size": "world_size"}
 else."""
 
 
+def _exit_with(words: str) -> SystemExit:
+    print(f"error: {words}", file=sys.stderr)
+    return SystemExit(EXIT_BAD_INPUT)
+
+
+@fitting("jobkit.init", _exit_with)
 def init(
     config: Path | str | None = None,
     *,

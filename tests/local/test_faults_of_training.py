@@ -118,6 +118,22 @@ def two_loops(ctx):
     for step in ctx.steps(2): pass
     for step in ctx.steps(4): pass
 
+def second_edition(ctx):
+    model, optimizer, loader = parts(ctx)
+    ctx.track(model=model, optimizer=optimizer, loader=loader)
+    for step in ctx.steps(2):
+        x, y = next(loader)
+        ctx.backward(model, x, nn.functional.mse_loss, y)
+
+def no_loss(ctx):
+    model, optimizer, loader = parts(ctx)
+    ctx.track(model=model, optimizer=optimizer, loader=loader)
+    for step in ctx.steps(2):
+        ctx.backward(model, next(loader), 0.5)
+
+def unknown_option(ctx):
+    ctx.steps(2, evry={dict: 1})
+
 def big(ctx):
     marks = Path(ctx.run_dir, "outputs", "ranks")
     marks.mkdir(parents=True, exist_ok=True)
@@ -185,6 +201,9 @@ MISTAKES = {
     "exits": "the training function called sys.exit",
     "two_loops": "one loop",
     "zipped": "ctx.batches(a, b)",
+    "second_edition": "ctx.backward(model, (x, y), loss)",
+    "no_loss": "a float as loss",
+    "unknown_option": "it is ctx.steps(total, every=None)",
 }
 
 

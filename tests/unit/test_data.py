@@ -90,6 +90,8 @@ def test_a_loader_goes_on_at_its_position_and_leaves_the_generators_alone() -> N
 REFUSED: dict[str, dict[str, Any]] = {
     "batch_size": {"batch_size": 4},
     "shuffel": {"shuffel": True},
+    "divide a stream": {"sharded": True},  # of the second edition
+    "read again": {"own_state": False},
     "weights": {"weights": [1.0], "shuffle": True},
     "global_batch_size": {"global_batch_size": 0},
     "leaves some": {"global_batch_size": 2, "world_size": 3},

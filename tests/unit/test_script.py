@@ -26,7 +26,7 @@ def test_arguments_of_init_win_over_its_yaml(tmp_path: Path) -> None:
         assert config.params == {"lr": 0.5, "kept": 2, "out": "out", "text": "a: [b"}
 
 
-@pytest.mark.parametrize("words", ["jobkit.init(name='../up')", "jobkit.init({'lr': 1})"])
+@pytest.mark.parametrize("words", ["jobkit.init(name='../up')", "jobkit.init({'lr': 1})", "jobkit.init(gpus=2)"])
 def test_wrong_arguments_of_init_start_nothing(tmp_path: Path, words: str) -> None:
     folder = tmp_path / "project"
     folder.mkdir()

@@ -1,0 +1,69 @@
+"""A call of the public functions that does not fit them: one line with the signature, and no traceback.
+
+ctx.backward(model, x, loss, y)
+    -> UsageError: ctx.backward: too many positional arguments; it is ctx.backward(model, batch, loss, ...); ...
+
+Context and jobkit.init are made with it. A TypeError from within a function stays as it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+from jobkit.errors import UsageError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+HINTS = {
+    "ctx.backward": "a batch is (inputs, target), as next(loader) gives it: ctx.backward(model, (x, y), loss)",
+    "ctx.log": "values belong to the step that runs, ctx.step",
+    "jobkit.init": "the GPUs of a rank are resources.gpus_per_task of a YAML; without one a rank takes one GPU",
+}
+"""For calls of the second edition."""
+
+
+def fitting(
+    name: str, error: Callable[[str], BaseException] = UsageError
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A decorator: the function raises `error(line)` for arguments that are not its own."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def call(*words: P.args, **options: P.kwargs) -> T:
+            try:
+                return function(*words, **options)
+            except TypeError:
+                if mistake := _mistake(function, words, options):
+                    hint = f"; {HINTS[name]}" if name in HINTS else ""
+                    raise error(f"{name}: {mistake}; it is {name}{_shown(function)}{hint}") from None
+                raise
+
+        return call
+
+    return decorate
+
+
+def with_fitting_methods(cls: type[T]) -> type[T]:
+    """A decorator of Context: its public methods are `fitting`."""
+    for name, value in list(vars(cls).items()):
+        if inspect.isfunction(value) and not name.startswith("_"):
+            setattr(cls, name, fitting(f"ctx.{name}")(value))
+    return cls
+
+
+def _mistake(function: Callable[..., Any], words: Any, options: Any) -> str:
+    try:
+        inspect.signature(function).bind(*words, **options)
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def _shown(function: Callable[..., Any]) -> str:
+    """The parameters of a function without their types."""
+    parameters = [item for item in inspect.signature(function).parameters.values() if item.name != "self"]
+    return str(inspect.Signature([item.replace(annotation=item.empty) for item in parameters]))
