@@ -13,10 +13,12 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from jobkit.errors import EXIT_BAD_INPUT, JobkitError, nearest
+from jobkit.errors import EXIT_BAD_INPUT, JobkitError
 
 if TYPE_CHECKING:
     from jobkit.run.records import Submitted
@@ -72,7 +74,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """Parse a command line: options may stand between the other words, and `--sort -loss` is an option's value."""
-        joined = list(words)
+        self._typed = joined = list(words)
         if "--sort" in joined[:-1]:
             at = joined.index("--sort")
             joined[at : at + 2] = [f"--sort={joined[at + 1]}"]
@@ -80,10 +82,27 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         message = message.removesuffix(", key=value")  # argparse counts words among the required that may be none
-        unknown = re.match(r"unrecognized arguments: .*?(--?[\w-]+)", message)
-        hint = nearest(unknown[1], self._option_string_actions) if unknown else ""
-        said = f"{message}; {hint}" if hint else message
+        unknown = message.partition("unrecognized arguments: ")[2]
+        hints = [self._meant(*pair) for pair in re.findall(r"(?<!\S)--?([A-Za-z][\w.-]*)(?:[= ](?!-)(\S+))?", unknown)]
+        said = "; ".join(filter(None, [message, *hints]))
         self.exit(EXIT_BAD_INPUT, f"error: {said}\n{self.prog} --help shows what it takes\n")
+
+    def _meant(self, name: str, value: str) -> str:
+        """The option that a word which is none is near to; else its value in the form key=value, where one is taken."""
+        near = get_close_matches(f"--{name}", self._option_string_actions, n=1, cutoff=0.8)
+        if near or all(action.metavar != "key=value" for action in self._actions):
+            return f"did you mean {near[0]!r}?" if near else ""
+        from jobkit.run.overrides import key_meant
+        from jobkit.run.yamlfile import read_yaml
+
+        key = name = name.replace("-", "_")
+        if "." not in name:
+            key = f"params.{name}"
+            with suppress(StopIteration, JobkitError):
+                values, _ = read_yaml(Path(next(word for word in self._typed if word.endswith((".yaml", ".yml")))))
+                found = key_meant(name, values)
+                key = found if found and not isinstance(values.get(found), dict) else key
+        return f"a value is set by {key}={value or '...'}"
 
 
 def show_examples(parser: argparse.ArgumentParser, examples: dict[str, str]) -> None:

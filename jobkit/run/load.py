@@ -89,9 +89,8 @@ class Source:
                 values, keys = overriding.apply(text, values, place)
                 places.by_key |= dict.fromkeys(keys, (place, None))
                 typed += keys
-            for key in keys_below(values) if not self.is_own else ():
-                if key in DROPPED:
-                    raise InputError("no longer a key", key=key, hint=DROPPED[key])
+            if not self.is_own:
+                _refuse_dropped(values)
             resolved, expressions = resolve({"seed": 0} | values)  # `${seed}` may mean the default
             _refuse_sections_in_params(resolved.get("params"))
             config = _config(resolved, places.file if self.is_own else None)
@@ -176,6 +175,7 @@ def read_user_file() -> tuple[dict[str, Any], Places]:
         return {}, Places(path)
     values, places = read_yaml(path)
     with places.locating():
+        _refuse_dropped(values)
         build(_UserFile, values)
     return values, places
 
@@ -226,6 +226,12 @@ def _in_full(values: dict[str, Any]) -> dict[str, Any]:
         allowed = f"{', '.join(PARALLEL_WORDS)}, or a mapping of data, tensor, pipeline"
         raise InputError(key="parallel", found=word, allowed=allowed, hint=nearest(word, PARALLEL_WORDS))
     return {**values, "parallel": {word: ALL} if word in ("tensor", "pipeline") else {"data": word}}
+
+
+def _refuse_dropped(values: Mapping[str, Any]) -> None:
+    for key in keys_below(values):
+        if key in DROPPED:
+            raise InputError("no longer a key", key=key, hint=DROPPED[key])
 
 
 def _refuse_sections_in_params(params: Any) -> None:

@@ -36,7 +36,8 @@ def apply(text: str, values: Mapping[str, Any], place: str = COMMAND_LINE) -> tu
         value = parse_value(written, key)
         top, *below = key.split(".")
         if top not in SECTIONS:
-            hint = DROPPED.get(key) or _key_meant(key, values)
+            meant = key_meant(key, values)
+            hint = DROPPED.get(key) or (f"did you mean {meant!r}?" if meant else "")
             raise InputError("unknown key", key=key, hint=hint, allowed=", ".join(SECTIONS))
         is_strict = top == "params" and not typed.startswith("+")
         present = {} if top == "params" and values.get(top) is None else values.get(top)
@@ -97,11 +98,11 @@ def _kind(value: Any) -> str:
     return next((words for kind, words in _KINDS if isinstance(value, kind)), "")
 
 
-def _key_meant(key: str, values: Mapping[str, Any]) -> str:
-    """`did you mean 'params.lr'?` for `lr`: among top-level keys, keys of sections and params."""
+def key_meant(key: str, values: Mapping[str, Any]) -> str | None:
+    """`params.lr` for `lr`, or the key most like it: of the top, of sections and of params."""
     params = values.get("params")
     names = {name: f"{section}.{name}" for section, inner in SECTIONS.items() for name in inner}
     names |= {str(name): f"params.{name}" for name in (params if isinstance(params, Mapping) else {})}
     names |= {section: section for section in SECTIONS}
     match = closest(key.partition(".")[0], names) or closest(key.rpartition(".")[2], names)
-    return f"did you mean {names[match]!r}?" if match else ""
+    return names[match] if match else None

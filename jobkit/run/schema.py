@@ -372,6 +372,7 @@ DROPPED = {
     "check": "check inputs at the start of the training function; `inputs:` still names files that must exist",
     "verify_every": "`jobkit verify` compares an interrupted run with an uninterrupted one",
     "pipeline": "submit each stage as a run of its own, with `after: [RUN]`",
+    "notify": "type --notify COMMAND at the submission; the run keeps it",
     "start_from": "type --from RUN[@STEP] at the submission",
     "checkpoint.mtbf": "`checkpoint.every: auto` measures the time between failures; or give steps or a time",
     "retry.exclude_after": "a node is given up after two deaths without progress in between, or three within an hour",

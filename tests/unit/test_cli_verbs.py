@@ -59,12 +59,24 @@ Capture = pytest.CaptureFixture[str]
         (["toy.yaml"], "submit toy.yaml"),
         (["status"], "RUN"),
         (["wait", NAME, "--timeot", "3"], "did you mean '--timeout'?"),
+        (["wait", NAME, "--names", "x"], "arguments: --names x\n"),
+        (["submit", "exp.yaml", "--lr", "3"], "params.learning_rate=3\n"),
+        (["submit", "exp.yaml", "--params.steps=3"], "params.steps=3\n"),
+        (["submit", "exp.yaml", "--seed", "4", "--n-heads=8"], "by seed=4; a value is set by params.n_heads=8\n"),
+        (["verify", "exp.yaml", "--nodes", "2"], "resources.nodes=2\n"),
+        (["submit", "exp.yaml", "--warm"], "params.warm=...\n"),
+        (["submit", "none.yaml", "--lr", "3"], "params.lr=3\n"),
+        (["submit", "exp.yaml", "--detatch"], "did you mean '--detach'?"),
         (["wait", NAME, "--timeout", "soon"], "'soon'"),
         (["cancel", "tooy"], "RUN: found 'tooy'"),
         (["list", "--json", "--csv"], "--csv"),
     ],
 )
-def test_a_mistake_takes_two_lines_at_most(words: list[str], part: str, capsys: Capture) -> None:
+def test_a_mistake_takes_two_lines_at_most(
+    words: list[str], part: str, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("exp.yaml").write_text("name: toy\ntask: toy:train\nparams: {learning_rate: 1, steps: 10, n_heads: 3}\n")
     try:
         code = main(words)
     except SystemExit as end:
