@@ -94,6 +94,7 @@ class Agent:
         """
         self.link.connect(self._hello())
         self.cannot_fork = import_for_ranks(self.run, self.config, self._explain)
+        self._signals.install()
         self._explain("its imports are done")
         if self.hello.node == LOCAL:
             self._kill_left_behind()

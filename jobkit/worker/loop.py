@@ -31,6 +31,7 @@ from jobkit.worker.health import Health, NotFinite
 from jobkit.worker.own_time import OwnTime
 from jobkit.worker.rank import Rank
 from jobkit.worker.reporter import Reporter
+from jobkit.worker.signals import take_stop_signals_again
 from jobkit.worker.timing import Timing
 from jobkit.worker.trace import Trace
 from jobkit.worker.tracked import Tracked
@@ -87,6 +88,7 @@ class Loop:
         """Begin the loop. Raises UsageError if there was one before."""
         if self.call:
             raise UsageError(f"{call}: a run has one loop, and {self.call} has begun it already")
+        take_stop_signals_again()
         self._check_stopped()
         self.call = call
         if self.drill is not None and total is not None:

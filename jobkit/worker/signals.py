@@ -1,4 +1,5 @@
 """The signals that stop ranks: a handler only sets flags, those of the pages that the ranks look at between two steps.
+A handler of the user's own is called after it.
 
 Slurm, a person --SIGTERM, SIGUSR2--> agent --page.ask_to_stop()--> its ranks
                                       rank  --page.ask_to_stop()--> itself
@@ -9,7 +10,9 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 
 from jobkit.errors import EXIT_RESUMABLE
@@ -22,17 +25,25 @@ ONE_CTRL_C_SECONDS = 1.0
 """A terminal sends a Ctrl-C to torchrun's workers, and torchrun sends it to them once more."""
 
 
+_taken: list[Callable[[], None]] = []
+"""The functions that make this process's handlers the first ones again."""
+
+
 def take_stop_signals(page: Page | None = None, *, ctrl_c: bool = False) -> None:
     """Let the stop signals set the flag of this rank's page, from here on; for the main thread.
 
     Before its loop a rank has nothing to save: then they end the process at once. With `ctrl_c` the first Ctrl-C and a
     closed terminal do the same, for a script that a person started; a second Ctrl-C is Python's.
+
+    A handler of the user's own is called after the flag is set. It may not end the rank by an exception: the step under
+    way would be lost.
     """
     page = page or Page.of_environment(os.environ)
     if page is None:
         return
 
     pressed: list[float] = []
+    users: dict[int, Callable[[int, FrameType | None], object]] = {}
     terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -44,14 +55,34 @@ def take_stop_signals(page: Page | None = None, *, ctrl_c: bool = False) -> None
             for descriptor in terminals:  # the terminal is gone: a print of the script would raise an error
                 os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
         page.ask_to_stop()
+        if (theirs := users.pop(number, None)) is not None:  # away meanwhile: it may call this one, as the one before
+            try:
+                theirs(number, frame)
+            except BaseException as error:
+                line = f"jobkit: the script's handler of signal {number} raised {error!r}; jobkit saves and stops\n"
+                os.write(2, line.encode(errors="replace"))
+            users[number] = theirs
         if page.read().phase is Phase.STARTING:
             os._exit(EXIT_RESUMABLE)
 
     of_terminal = [signal.SIGINT] if ctrl_c else []
     if ctrl_c and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it
         of_terminal.append(signal.SIGHUP)
-    for number in (*STOP_SIGNALS, *of_terminal):
-        signal.signal(number, stop)
+
+    def take() -> None:
+        for number in (*STOP_SIGNALS, *of_terminal):
+            before = signal.signal(number, stop)
+            if callable(before) and before not in (stop, signal.default_int_handler):
+                users[number] = before
+
+    take()
+    _taken[:] = [take]
+
+
+def take_stop_signals_again() -> None:
+    """Come first again, before handlers that the script has set since: the loop begins."""
+    for take in _taken if threading.current_thread() is threading.main_thread() else ():
+        take()
 
 
 class AgentSignals:
@@ -65,6 +96,10 @@ class AgentSignals:
         for end in (self._waker, self._woken):
             end.setblocking(False)
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+        self.install()
+
+    def install(self) -> None:
+        """Install the handlers; again after imports, which may have installed their own."""
         signal.signal(signal.SIGCHLD, lambda number, frame: None)  # the byte in the socket is what wakes the loop
         for number in STOP_SIGNALS:
             signal.signal(number, self._note)

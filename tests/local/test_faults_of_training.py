@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,11 +15,12 @@ from harness.training import points
 from jobkit.run.slots import Phase
 
 TASK = """\
-import os, time
-from pathlib import Path
+import signal
+import time
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
+from training_task import mark
 
 X = torch.linspace(0, 1, 64)[:, None]
 
@@ -134,10 +138,16 @@ def no_loss(ctx):
 def unknown_option(ctx):
     ctx.steps(2, evry={dict: 1})
 
+def handles(ctx):
+    mark(ctx)
+    model = ctx.parallelize(nn.Linear(1, 1))
+    ctx.track(model=model)
+    signal.signal(signal.SIGTERM, lambda *_: open(ctx.run_dir / f"called-{ctx.attempt}", "a").write("x"))
+    for step in ctx.steps(1000):
+        time.sleep(0.02)
+
 def big(ctx):
-    marks = Path(ctx.run_dir, "outputs", "ranks")
-    marks.mkdir(parents=True, exist_ok=True)
-    (marks / str(ctx.rank)).write_text(f"{ctx.attempt} {os.getpid()}")
+    mark(ctx)
     model = ctx.parallelize(nn.Linear(700, 700))
     ctx.track(model=model)
     for step in ctx.steps(ctx.params.steps):
@@ -149,8 +159,13 @@ YAML = "name: faults\ntask: faults_task:{task}\nparams: {{steps: 60}}\nresources
 
 def run(folder: Path, task: str, ranks: int = 1, more: str = "", *words: str) -> Launch:
     made = Project(folder, yaml=YAML.format(task=task, ranks=ranks) + more, plain=False)
-    made.write("faults_task.py", TASK)
+    write(made)
     return made.submit("--local", "--detach", *words)
+
+
+def write(made: Project) -> None:
+    made.write("faults_task.py", TASK)
+    shutil.copy(Path(__file__).parents[1] / "harness" / "training_task.py", made.folder)
 
 
 def test_a_stop_that_is_swallowed_is_a_stop(tmp_path: Path) -> None:
@@ -217,6 +232,21 @@ def test_a_mistake_is_one_line_and_is_not_retried(tmp_path: Path, task: str) -> 
     assert "Traceback" not in launch.run.rank_log(1, 0, "err").read_text()
 
 
+def test_handlers_of_the_task_and_of_an_import_keep_no_signal_from_the_run(tmp_path: Path) -> None:
+    made = Project(tmp_path, yaml=YAML.format(task="handles", ranks=1) + "preload: [grabs]\n", plain=False)
+    write(made)
+    made.write("grabs.py", "import signal\nsignal.signal(signal.SIGTERM, lambda *_: None)\n")
+    launch = made.submit("--local", "--detach").wait_for_step(5)
+    os.kill(launch.agent_pid(), signal.SIGTERM)
+    launch.wait_for_attempt(2).wait_until(lambda me: me.step > launch.ends[0].last_step, "steps")
+    os.kill(launch.rank_pid(0), signal.SIGTERM)
+    launch.wait_until(lambda me: len(me.ends) == 2, "the rank to save")
+    for end in launch.ends:
+        assert end.durable_step == end.last_step
+        assert (launch.run.path / f"called-{end.attempt}").read_text() == "x", "the agent passes it on, once"
+    launch.project.jobkit("cancel", "-y", launch.run.name)
+
+
 def test_a_model_that_each_rank_trains_alone_is_refused(tmp_path: Path) -> None:
     launch = run(tmp_path, "not_parallel", 2, "checkpoint: {every: 1, memory: 1}\n").wait_until_over()
     assert (launch.status.state, len(launch.ends)) == ("failed", 1)
@@ -260,7 +290,7 @@ def test_training_waits_for_room_after_three_missed_checkpoints_and_goes_on(tmp_
 
 def test_a_job_gives_up_a_state_that_the_disk_does_not_take(tmp_path: Path) -> None:
     project = Project(tmp_path / "project", yaml=YAML.format(task="big", ranks=3) + FULL, plain=False)
-    project.write("faults_task.py", TASK)
+    write(project)
     for module in ("jobkit.supervisor.main", "jobkit.worker.agent"):
         project.begin_with(module, "from jobkit.run import disk\ndisk.FULL_DISK_SECONDS = 2.0\n")
     with SmallDisk(tmp_path / "disk", megabytes=9) as disk:

@@ -127,6 +127,38 @@ def test_ctrl_c_saves_a_script_and_ends_it_with_75(tmp_path: Path) -> None:
     assert (launch.status.state, "fresh" in (launch.ends[1].error or "")) == ("failed", True)
 
 
+def test_the_scripts_own_handlers_are_called_after_the_flag_is_set(tmp_path: Path) -> None:
+    """One is set before jobkit.init, and one after it, which calls the one before it and exits."""
+    made = project(tmp_path)
+    before = """\
+import signal
+def note(word):
+    with open("called", "a") as file: file.write(word + "\\n")
+signal.signal(signal.SIGTERM, lambda *_: note("term"))
+"""
+    after = """\
+old = signal.getsignal(signal.SIGUSR2)
+def leave(*frame):
+    note("usr2")
+    old(*frame)
+    sys.exit(0)
+signal.signal(signal.SIGUSR2, leave)
+model = network()
+"""
+    made.write("script.py", before + SCRIPT.replace("model = network()\n", after))
+    called = made.folder / "called"
+    for number, signum in enumerate((signal.SIGTERM, signal.SIGUSR2), start=1):
+        process = start(made, "python", "script.py", "0.1")
+        launch = made.only_run().wait_for_attempt(number).wait_for_step(5 * number)
+        process.send_signal(signum)
+        output = finish(process, 75)
+        assert launch.ends[-1].durable_step == launch.ends[-1].last_step
+        assert ("SystemExit(0)" in output) is (signum == signal.SIGUSR2)
+    assert called.read_text() == "term\nusr2\n"
+    finish(start(made, "python"))
+    assert launch.status.state == "finished"
+
+
 def test_a_closed_terminal_saves_a_script_that_prints(tmp_path: Path) -> None:
     made = project(tmp_path)
     made.write("script.py", SCRIPT.replace("time.sleep(pause)", "time.sleep(pause); print(ctx.step, flush=True)"))
