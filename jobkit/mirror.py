@@ -30,6 +30,7 @@ from jobkit.run.journal import events, read_status
 from jobkit.run.locks import Lock
 from jobkit.run.rundir import RunDir
 from jobkit.run.schema import MirrorConfig
+from jobkit.run.secrets import masked
 from jobkit.run.yamlfile import read_yaml
 
 LOOK_SECONDS = 5.0
@@ -188,7 +189,7 @@ def _connect(run: RunDir, service: str) -> WandbRun | MlflowRun:
     # After a rewind the old page's points are not the run's any more.
     rewound = sum(event.kind == "rewound" for event in events(run))
     values = read_yaml(run.config_file)[0]  # with `${oc.env:X}` unresolved: no secret leaves the machine
-    params = {"seed": values["seed"], **dict(leaves(values["params"]))}
+    params = {"seed": values["seed"], **dict(leaves(masked(values["params"])))}
     make = WandbRun if service == "wandb" else MlflowRun
     return make(run, f"{run.name}-branch-{rewound + 1}" if rewound else run.name, params)
 

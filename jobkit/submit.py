@@ -237,9 +237,15 @@ def _start(plan: LaunchPlan, code: Path | None, which: Which, manner: Manner, fo
 
 def _preparation(manner: Manner, fork: Fork | None) -> Callable[[LaunchPlan], None]:
     """Return the function that prepares the directory of each run that starts, before there is a job."""
+    from jobkit.run import secrets
     from jobkit.supervisor import notify
 
+    said: set[str] = {""}
+
     def prepare(plan: LaunchPlan) -> None:
+        if not plan.run.journal_file.exists() and (line := secrets.warning(plan.loaded.written["params"])) not in said:
+            said.add(line)  # once for a sweep
+            print(line, file=sys.stderr)
         if fork is not None:
             fork.bring(plan)
         notify.keep(plan.run, manner.notify)
@@ -304,10 +310,10 @@ def _sweep(
 
 
 def _dry_run(plan: LaunchPlan, fork: Fork | None) -> int:
-    from jobkit.run import yamlfile
+    from jobkit.run import secrets, yamlfile
     from jobkit.submission import sbatch
 
-    print(f"{yamlfile.dump(plan.loaded.written)}---\n{plan.describe()}")
+    print(f"{yamlfile.dump(secrets.masked(plan.loaded.written))}---\n{plan.describe()}")
     if fork is not None and not plan.run.start_file.exists():
         print(f"it {fork.describe(plan, fork.newest())}")
     if plan.target.scheduler == "slurm":

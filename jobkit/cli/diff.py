@@ -18,6 +18,7 @@ from jobkit.errors import EXIT_FINISHED, InputError
 from jobkit.run.files import json_text, leaves, read_json
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import WORDS, find, runs_dir_of, some
+from jobkit.run.secrets import masked
 from jobkit.run.snapshot import MANIFEST
 from jobkit.usage import show_examples
 
@@ -38,7 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
     from jobkit.run.yamlfile import read_yaml  # --help needs no yaml
 
     runs = [_only(word, runs_dir_of(arguments.runs_dir)) for word in (arguments.first, arguments.second)]
-    config = differences(*(dict(leaves(read_yaml(run.config_file)[0])) for run in runs))
+    pairs = differences(*(dict(leaves(read_yaml(run.config_file)[0])) for run in runs))
+    config = {key: masked(pair, key) for key, pair in pairs.items()}
     outcome = differences(*map(_outcome, read_rows(runs)))
     code = list(code_lines(runs[0].code, runs[1].code))
     if arguments.json:

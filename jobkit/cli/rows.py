@@ -23,6 +23,7 @@ from jobkit.run.files import leaves
 from jobkit.run.journal import cached_status, read_status
 from jobkit.run.records import Progress
 from jobkit.run.rundir import RunDir
+from jobkit.run.secrets import masked_status
 from jobkit.run.view import LOST, UNDER_WAY, View, look
 
 T = TypeVar("T")
@@ -80,6 +81,7 @@ def read_rows(runs: Iterable[RunDir], keys: Iterable[str] = ()) -> list[Row]:
         view = views.get(run.folder)
         if view is not None and view.status.state not in UNDER_WAY:  # it ended since
             status, view = view.status.as_dict(), None
+        status = masked_status(status)
         is_finished = status.get("state") == "finished"
         progress = run.progress() if wants_metrics or not is_finished else None
         # After a rewind, what was logged is of a step that is set aside.

@@ -23,6 +23,7 @@ from jobkit.run.files import json_text, read_json
 from jobkit.run.older import HINT
 from jobkit.run.records import Ended, Progress
 from jobkit.run.runs import verified_file
+from jobkit.run.secrets import masked_status
 from jobkit.run.status import Attempt
 from jobkit.run.tail import Tail
 from jobkit.run.view import LOST, View, views
@@ -61,7 +62,7 @@ def _values(view: View) -> dict[str, Any]:
     progress = view.run.progress()
     spent = accounts(view.status, progress, time.time())
     return {
-        **view.status.as_dict(),
+        **masked_status(view.status.as_dict()),
         "run": view.run.name,
         "path": str(view.run.path),
         "state": view.state,

@@ -26,6 +26,7 @@ from jobkit.report.logged import read_logged
 from jobkit.run.accounting import accounts, goodput
 from jobkit.run.files import leaves
 from jobkit.run.schema import Config
+from jobkit.run.secrets import masked
 from jobkit.run.status import Attempt
 from jobkit.run.view import View
 from jobkit.run.yamlfile import read_yaml
@@ -50,7 +51,7 @@ class _Run:
         self.goodput = goodput(self.spent)
         submitted = self.status.submitted
         self.config = {
-            **dict(leaves(read_yaml(view.run.config_file)[0])),
+            **dict(leaves(masked(read_yaml(view.run.config_file)[0]))),
             "code": submitted.code if submitted else None,
         }
         self.result = dict(leaves(self.status.result))

@@ -29,6 +29,7 @@ from jobkit.run.older import HINT
 from jobkit.run.records import Start
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import find, identity_of, runs_in, versions
+from jobkit.run.secrets import masked
 from jobkit.run.yamlfile import read_yaml
 from jobkit.submission.plan import LaunchPlan
 from jobkit.usage import program
@@ -107,7 +108,7 @@ class Fork:
         """Return a line about the checkpoint that the run begins with, and about differences in the config."""
         weights = " with the weights" if self.weights_only else ""
         words = f"starts{weights} from step {step} of {self.parent.name}"
-        changed = [f"{key} {before} -> {now}" for key, before, now in self._differences(plan)]
+        changed = [f"{key} {masked(before, key)} -> {masked(now, key)}" for key, before, now in self._differences(plan)]
         return f"{words}: {', '.join(changed)}" if changed else words
 
     def newest(self) -> int:

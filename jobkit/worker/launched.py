@@ -22,7 +22,7 @@ from jobkit.checkpoint.disks import disks_of
 from jobkit.errors import InputError
 from jobkit.group import RankGroup
 from jobkit.log import log
-from jobkit.run import machine, records, yamlfile
+from jobkit.run import machine, records, secrets, yamlfile
 from jobkit.run.files import user_name, write_atomic
 from jobkit.run.journal import Journal
 from jobkit.run.load import Loaded
@@ -140,6 +140,8 @@ def _begin(launched: Launched, loaded: Loaded, launch: Launch) -> int | None:
         launched.alive.leave_to_parent()
         write_atomic(run.config_file, yamlfile.dump(loaded.written))
         journal = Journal(run)
+        if last is None and (line := secrets.warning(loaded.written["params"])):
+            log.warning("%s", line.removeprefix("warning: "))
         number = last.number + 1 if last is not None else 1
         token = new_token(run.name, number)
         journal.append(
