@@ -348,7 +348,8 @@ class Config:
     `ignore` goes on."""
     clusters: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Where the run may go, by name: `h100: {partition: h100, constraint: ib}`. An entry holds options of sbatch, keys
-    of `resources`, and `container`; an option that is false or null is left out."""
+    of `resources`, and `container`; an option that is false or null is left out. jobkit's own
+    options are refused, false too."""
     container: ContainerConfig | None = None
     """A container for the ranks: `{prefix: [apptainer, exec, --nv, image.sif], python: /opt/conda/bin/python}`. In an
     entry of `clusters:` it holds there, and `{}` means none."""
