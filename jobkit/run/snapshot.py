@@ -84,6 +84,11 @@ def link(name: Path, folder: Path, runs_dir: Path, code: Path | None = None, exc
     return code
 
 
+def is_excluded(name: Path, patterns: Sequence[str]) -> bool:
+    """Return whether `code.exclude` leaves a file out, or a folder above it."""
+    return any(fnmatchcase(str(part), text.rstrip("/")) for text in patterns for part in (name, *name.parents))
+
+
 def put_unused(runs_dir: Path, names: Iterable[str], aside: Path) -> None:
     """Move the snapshots of these names that no run has any more into the folder `aside`, for their deletion."""
     with _lock(runs_dir):
@@ -153,7 +158,7 @@ class _Search:
     def __init__(self, folder: Path, runs_dir: Path, exclude: Sequence[str]) -> None:
         self.folder = folder
         self.runs_dir = runs_dir
-        self.exclude = [pattern.rstrip("/") for pattern in exclude]
+        self.exclude = exclude
         self.sizes: dict[Path, int] = {}
         self.unreadable: set[Path] = set()
         """This user may not read them; nor may the job, so that the run cannot need them."""
@@ -195,7 +200,7 @@ class _Search:
         return sorted(str(name) for name in self.sizes if name not in data)
 
     def _add(self, name: Path) -> None:
-        if self._is_excluded(name):
+        if is_excluded(name, self.exclude):
             return
         try:
             self._add_wanted(name)
@@ -220,9 +225,6 @@ class _Search:
         elif (path / ".git").exists() and not any(part.startswith(_SKIPPED) for part in name.parts):
             self.add_folder(name)  # a submodule, or a nested clone; in a hidden folder another working tree
 
-    def _is_excluded(self, name: Path) -> bool:
-        return any(fnmatchcase(str(part), pattern) for pattern in self.exclude for part in (name, *name.parents))
-
     def _walk(self, name: Path) -> list[str]:
         """The source files below a folder, and links to folders."""
         listed, counts = [], Counter[str]()
@@ -239,7 +241,7 @@ class _Search:
 
     def _may_have_code(self, name: Path) -> bool:
         folder = self.folder / name
-        if name.name.startswith(_SKIPPED) or self._is_excluded(name):
+        if name.name.startswith(_SKIPPED) or is_excluded(name, self.exclude):
             return False
         if not _may_read(folder):
             self.unreadable.add(name)

@@ -22,6 +22,7 @@ from jobkit.run.machine import idle_devices
 from jobkit.run.older import HINT
 from jobkit.run.rundir import RunDir
 from jobkit.run.schema import ContainerConfig
+from jobkit.run.snapshot import is_excluded
 from jobkit.run.status import Status
 from jobkit.slurm import commands
 from jobkit.submission.plan import LaunchPlan
@@ -45,6 +46,11 @@ def check(plan: LaunchPlan, folder: Path) -> list[str]:
     notes += _check_container(config.container, plan.target.scheduler)
     _check_srun_arguments(plan)
     try:
+        module = config.task.partition(":")[0].replace(".", "/")
+        for name in config.command or [f"{module}.py", f"{module}/__init__.py"]:
+            is_code = name.endswith(".py") and (folder / name).is_file()
+            if is_code and is_excluded(Path(name), config.code.exclude):
+                raise InputError(f"the run needs {name}", key="code.exclude", found=config.code.exclude)
         notes += check_command(config.command, folder) if config.command else check_task(config.task, folder)
         for service in services(config.mirror):
             _check_service(service)

@@ -68,6 +68,7 @@ GOOD: list[dict[str, Any]] = [
     {"command": ["python", "-c", "1"]},
     {"command": ["bash", "-c", "exit 3"]},
     {"task": "mytask:train", "inputs": ["data/x", "data"]},
+    {"command": ["python", "train.py", "data/x"], "code": {"exclude": ["data"]}},  # data stays where it is
 ]
 
 
@@ -82,7 +83,7 @@ def test_a_module_of_a_folder_above_is_said_for_the_job_has_a_copy(folder: Path,
     assert f"type the command in {folder.parent}" in note
 
 
-REFUSED: list[tuple[dict[str, Any], str, str, str]] = [  # config, key, found, part of the hint
+REFUSED: list[tuple[dict[str, Any], str, Any, str]] = [  # config, key, found, part of the hint
     ({"task": "mytsk:train"}, "task", "mytsk", "'mytask'"),
     ({"task": "mytask:trian"}, "task", "trian", "'train'"),
     ({"task": "package.iner:Task"}, "task", "package.iner", ""),
@@ -93,6 +94,8 @@ REFUSED: list[tuple[dict[str, Any], str, str, str]] = [  # config, key, found, p
     ({"command": ["python", "trian.py"]}, "command", "trian.py", "'train.py'"),
     ({"command": ["python", "-m", "pakage"]}, "command", "pakage", ""),
     ({"command": ["python", "-u"]}, "command", "python", ""),
+    ({"task": "package.inner:Task", "code": {"exclude": ["package"]}}, "code.exclude", ["package"], ""),
+    ({"command": ["python", "train.py"], "code": {"exclude": ["t*.py"]}}, "code.exclude", ["t*.py"], ""),
     ({"task": "mytask:train", "inputs": ["data/y"]}, "inputs", "data/y", ""),
     ({"task": "mytask:train", "inputs": ["~/data"]}, "inputs", "~/data", "whole path"),
 ]
