@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from jobkit.errors import InputError
 from jobkit.run import yamlfile
 from jobkit.run.load import load
 from jobkit.run.rundir import RunDir
-from jobkit.submission import checks
+from jobkit.submission import checks, user_code
 from jobkit.submission.plan import LaunchPlan, make_plan, target
 
 FILES = {
@@ -172,3 +173,17 @@ def test_no_rank_executes_what_another_user_wrote(tmp_path: Path, name: str) -> 
     with pytest.raises(InputError) as caught:
         run.refuse_foreign()
     assert caught.value.file == run.path / name
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a file away")
+def test_a_task_that_may_not_be_read_is_named() -> None:
+    """The words name the file, and not the runs directory."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        Path(name).chmod(0o755)
+        (Path(name) / "train.py").touch(mode=0)
+        os.seteuid(54321)
+        try:
+            with pytest.raises(InputError, match=r"train\.py: cannot be read: Permission denied"):
+                list(user_code.check_task("train:train", Path(name)))
+        finally:
+            os.seteuid(0)
