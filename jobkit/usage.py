@@ -69,6 +69,8 @@ class Parser(argparse.ArgumentParser):
     An option is typed whole: its beginning may be another option tomorrow.
     """
 
+    _typed: Sequence[str] = ()
+
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{"allow_abbrev": False, **options})
 

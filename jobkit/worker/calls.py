@@ -37,9 +37,8 @@ def fitting(
             try:
                 return function(*words, **options)
             except TypeError:
-                if mistake := _mistake(function, words, options):
-                    hint = f"; {HINTS[name]}" if name in HINTS else ""
-                    raise error(f"{name}: {mistake}; it is {name}{_shown(function)}{hint}") from None
+                if mistake := _mistake(name, function, words, options):
+                    raise error(mistake) from None
                 raise
 
         return call
@@ -55,15 +54,13 @@ def with_fitting_methods(cls: type[T]) -> type[T]:
     return cls
 
 
-def _mistake(function: Callable[..., Any], words: Any, options: Any) -> str:
+def _mistake(name: str, function: Callable[..., Any], words: Any, options: Any) -> str:
+    """A line about arguments that do not fit, with the parameters without their types; empty if they fit."""
+    signature = inspect.signature(function)
     try:
-        inspect.signature(function).bind(*words, **options)
+        signature.bind(*words, **options)
     except TypeError as error:
-        return str(error)
+        parameters = [item for item in signature.parameters.values() if item.name != "self"]
+        shown = inspect.Signature([item.replace(annotation=item.empty) for item in parameters])
+        return "; ".join(filter(None, [f"{name}: {error}", f"it is {name}{shown}", HINTS.get(name)]))
     return ""
-
-
-def _shown(function: Callable[..., Any]) -> str:
-    """The parameters of a function without their types."""
-    parameters = [item for item in inspect.signature(function).parameters.values() if item.name != "self"]
-    return str(inspect.Signature([item.replace(annotation=item.empty) for item in parameters]))
