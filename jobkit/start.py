@@ -14,6 +14,9 @@ FILE = os.path.abspath(__file__)
 ROOT = os.path.dirname(os.path.dirname(FILE))
 """The folder that this jobkit is imported from."""
 
+COPY = "JOBKIT_COPY_"
+"""Variables that begin so hold `NAME=VALUE` each, for a NAME that shells on the way drop (run/machine.py)."""
+
 
 def words(module: str, *arguments: str) -> list[str]:
     """The command that runs `main(arguments)` of a module."""
@@ -29,6 +32,9 @@ def leave_current_folder() -> None:
 
 
 def _run(module: str, *arguments: str) -> object:
+    for copy in [name for name in os.environ if name.startswith(COPY)]:
+        name, _, value = os.environ.pop(copy).partition("=")
+        os.environ.setdefault(name, value)
     if sys.path[0] == os.path.dirname(FILE):  # not so with PYTHONSAFEPATH
         del sys.path[0]
     leave_current_folder()

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
+from jobkit import start
 from jobkit.errors import InputError
 from jobkit.run.schema import AUTO, Config, Resources
 
@@ -161,3 +162,13 @@ def clean_environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if name in _OF_THE_USER or not name.startswith(("JOBKIT_", "SUBMITIT_"))
     }
+
+
+def past_shells(*without: str) -> dict[str, str]:
+    """This process's variables for an agent, except those named; start.py puts back what a shell before it drops.
+
+    A POSIX shell, as dash, drops functions of bash and names with dots. The node or the container may have no other.
+    """
+    kept = {name: value for name, value in os.environ.items() if name not in without}
+    dropped = [f"{name}={value}" for name, value in kept.items() if not (name.isascii() and name.isidentifier())]
+    return kept | {f"{start.COPY}{number}": text for number, text in enumerate(dropped)}

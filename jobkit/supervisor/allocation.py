@@ -16,6 +16,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from jobkit.run.machine import past_shells
 from jobkit.run.rundir import RunDir
 from jobkit.run.schema import ContainerConfig
 from jobkit.supervisor import container
@@ -126,7 +127,7 @@ class Allocation:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env={name: value for name, value in os.environ.items() if name != "JOBKIT_TOKEN"},
+                    env=past_shells("JOBKIT_TOKEN"),
                     start_new_session=True,  # a signal to the process group of job.sh is for the supervisor alone
                 )
 

@@ -1,6 +1,6 @@
 """The command of `--notify`, which the run's owner gets told by: for each end of the run, and for a long wait.
 
-    submit --keep--> notify (for its owner alone) --tell, after the end is journalled--> sh -c COMMAND
+    submit --keep--> notify (for its owner alone) --tell, after the end is journalled--> bash -c COMMAND, or sh
 
 Whoever writes the end calls `tell`: the supervisor as its last act, an agent that has closed the attempt of a dead
 supervisor, `cancel` of a run in the queue. job.sh tells where no supervisor can start. Nobody is there to tell of a job
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -78,7 +79,7 @@ def _execute(run: RunDir, status: Status, words: dict[str, str]) -> None:
     with _log(run) as said:
         # A session of its own, no file of this process, no variable of the job: what it starts lives on its own.
         process = subprocess.Popen(
-            ["sh", "-c", run.notify_file.read_text(encoding="utf-8")],
+            [shutil.which("bash") or "sh", "-c", run.notify_file.read_text(encoding="utf-8")],
             cwd=folder if folder.is_dir() else "/",
             env={**without_options(clean_environment()), **words},
             stdin=subprocess.DEVNULL,

@@ -18,6 +18,7 @@ from pathlib import Path
 from jobkit.errors import SchedulerError
 from jobkit.log import log
 from jobkit.run.files import is_there
+from jobkit.run.machine import past_shells
 from jobkit.run.rundir import RunDir
 from jobkit.run.schema import Config
 from jobkit.slurm import commands, jobs, nodes
@@ -101,12 +102,11 @@ class SlurmAllocation(Allocation):
             self._skip_step_numbers()
         log = self.run.srun_log(attempt)
         log.parent.mkdir(parents=True, exist_ok=True)
-        environment = {name: value for name, value in os.environ.items() if name not in PER_TASK}
         with log.open("ab") as said:
             begin = said.tell()
             srun = subprocess.Popen(
                 self._command(nodes, self.run.agent_log(attempt)),
-                env=environment,
+                env=past_shells(*PER_TASK),
                 stdin=subprocess.DEVNULL,
                 stderr=said,
                 start_new_session=True,  # it outlives this process: its step goes on under the next supervisor
