@@ -79,6 +79,10 @@ class SchedulerError(JobkitError):
     exit_code = EXIT_BAD_INPUT
 
 
+class SchedulerMissing(SchedulerError):
+    """A scheduler command is not on PATH: no wait brings it."""
+
+
 class SchedulerTimeout(SchedulerError):
     """A scheduler did not answer in time: the request may have been carried out."""
 

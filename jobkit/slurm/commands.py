@@ -1,6 +1,7 @@
 """The one way to run a Slurm command: a clean environment, one line of Slurm's own words for an error, a limit of time.
 
-    run("scontrol", "show", "config") -> its output,  or SchedulerError: Slurm refused, or the program is missing
+    run("scontrol", "show", "config") -> its output,  or SchedulerError: Slurm refused
+                                                      or SchedulerMissing: there is no such command here
                                                       or SchedulerTimeout: nobody knows if Slurm carried it out
 
 jobs.py and nodes.py ask by it, the submission submits by it. Nothing here retries: the caller has the clock.
@@ -16,7 +17,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from functools import cache
 
-from jobkit.errors import SchedulerError, SchedulerTimeout
+from jobkit.errors import SchedulerError, SchedulerMissing, SchedulerTimeout
 
 ANSWER_SECONDS = 30.0
 """The time that a command may take. Slurm's own commands give up after MessageTimeout, 10 s by default."""
@@ -52,9 +53,9 @@ _HINTS = {
 """Words of Slurm's complaint -> the user's next step."""
 
 
-def is_available() -> bool:
-    """True if this machine can submit to a Slurm."""
-    return shutil.which("sbatch") is not None
+def is_available(*programs: str) -> bool:
+    """True if this machine can submit to a Slurm, or has those commands of it."""
+    return all(map(shutil.which, programs or ["sbatch"]))
 
 
 def without_options(environment: Mapping[str, str]) -> dict[str, str]:
@@ -82,7 +83,7 @@ def run(
             command, capture_output=True, timeout=timeout, env=variables, start_new_session=True, pass_fds=pass_fds
         )
     except FileNotFoundError:
-        raise SchedulerError(
+        raise SchedulerMissing(
             f"{command[0]} is not on PATH: is this a login node of a Slurm cluster? Without one, use --local"
         ) from None
     except subprocess.TimeoutExpired as error:

@@ -42,25 +42,11 @@ jobkit_record() {
     echo "$record"
 }
 
-# A time of Slurm's record, in seconds.
-jobkit_time() {
-    local value=${2##* "$1"=}
-    date -d "${value%% *}" +%s
-}
-
 # Put the job into the queue again, by its state alone; a requeue would undo a scancel of its owner.
 jobkit_requeue() {
-    local record ended
-    record=$(jobkit_record)
-    case $record in
+    case $(jobkit_record) in
         # Incomplete: refused if it is cancelled at this moment
         *JobState=RUNNING* | *JobState=SIGNALING*) scontrol requeue Incomplete "$JOBKIT_JOB_ID" ;;
-        *JobState=COMPLETING*PreemptTime=2*)
-            # A scancel in the grace time of a preemption ends the job later than the preemption would.
-            ended=$(jobkit_time EndTime "$record") || return 1
-            [ "$ended" -le $(($(jobkit_time PreemptTime "$record") + 1)) ] || return 1
-            scontrol requeue "$JOBKIT_JOB_ID"
-            ;;
         *) return 1 ;;
     esac
 }
@@ -75,6 +61,11 @@ jobkit_give_up() {
     [ ! -O "$jobkit_run/notify" ] || JOBKIT_RUN=$jobkit_run JOBKIT_NAME=${jobkit_run##*/} JOBKIT_STATE=lost \
         JOBKIT_ERROR=$1 JOBKIT_TEXT="${jobkit_run##*/}: lost: $1" timeout 60 sh "$jobkit_run/notify" </dev/null 9>&-
     exit 1
+}
+
+# Slurm's commands behind all else on PATH, where a line of the user's has taken them away, as `module purge` may.
+jobkit_keep_slurm() {
+    [ -z "$jobkit_slurm" ] || type -P scontrol >/dev/null || export PATH="${PATH:+$PATH:}${jobkit_slurm%/*}"
 }
 
 # No attempt can begin on this node: end, and start again on another one.
@@ -115,6 +106,11 @@ jobkit_tear_down() (
 # Let supervisors work until one says that nothing is left to do in this job, and end.
 jobkit_serve() {
     local code began deaths=0 idle=0 # in a row: supervisors that died, and those of them that began nothing
+    jobkit_keep_slurm
+    if [ "$jobkit_scheduler" = slurm ] && ! type -P scontrol srun >/dev/null; then
+        echo "jobkit: no scontrol and srun on PATH of $jobkit_node: each node of the job needs Slurm's commands" >&2
+        jobkit_give_up "no scontrol and srun on PATH of $jobkit_node"
+    fi
     while true; do
         began=$SECONDS
         jobkit_supervisor "${jobkit_srun_args[@]}"
@@ -153,6 +149,7 @@ jobkit_setup_failed() {
 trap 'export JOBKIT_SIGNALLED=yes' TERM
 unset JOBKIT_SETUP_FAILED JOBKIT_SIGNALLED
 jobkit_count && jobkit_counted=yes
+jobkit_slurm=$([ "$jobkit_scheduler" = local ] || type -P scontrol)
 trap 'jobkit_setup_failed $?' EXIT # a line of the user's may exit, as ${DATA:?} does
 # `source FILE`, with redirections: not with arguments, as `source activate ENV` has, whose status tells.
 jobkit_source='^ *(source|\.) +("[^"]+"|'"'[^']+'"'|[^] ;&|<>]+) *(([0-9]*|&)>>?&? *[^ ;&|<>]+ *)*;? *$'

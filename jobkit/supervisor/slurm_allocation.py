@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jobkit.errors import SchedulerError
+from jobkit.errors import EXIT_FAILED, SchedulerError, SchedulerMissing
 from jobkit.log import log
 from jobkit.run.files import is_there
 from jobkit.run.machine import past_shells
@@ -286,6 +286,9 @@ def this_job(run: RunDir) -> Me:
             if token is None:
                 raise NotRunnable(f"the comment of job {job_id} holds no token of jobkit's: does a plugin change it?")
             return Me(job_id=job_id, token=token, restart=restart, node=node, job=job)
+        except SchedulerMissing as error:
+            # job.sh starts another supervisor, three in all, and then leaves the node.
+            raise NotRunnable(str(error), EXIT_FAILED) from None
         except SchedulerError as error:
             log.warning("%s", error)
             lease = run.lease()

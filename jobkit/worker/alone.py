@@ -88,7 +88,8 @@ class Alone:
             log.warning("%s: another job or attempt owns the run", self.run.name)
             return False
         if not self._is_local:
-            if commands.is_available():  # a container may hide Slurm's commands: its ranks train until Slurm ends them
+            # A container may hide Slurm's commands: its ranks train until Slurm ends them.
+            if commands.is_available("scontrol", "squeue"):
                 self._look_after_helper(children)
         elif self.run.alive_lock().is_held():
             self._alive_at = now

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from harness.runs import Project
+from harness.runs import Project, wait_until
 from slurmbox import Cluster
+
+SLURM = ("sbatch", "scancel", "scontrol", "sdiag", "sinfo", "squeue", "srun")
 
 GREETS = """\
 name: greets
@@ -26,3 +30,65 @@ def test_functions_and_dotted_variables_reach_the_ranks(
         assert launch.status.state == "finished", launch.status
     greetings = [file.read_text() for file in project.folder.glob("greeting-*")]
     assert greetings == ["hello\ndotted value\n"] * 2
+
+
+WITHOUT_SLURM = """\
+name: hides
+command: [bash, -c, 'for i in $(seq 600); do [ -e enough ] && type scontrol >found && exit; sleep 0.1; done; exit 1']
+clusters: {slurm: {setup: ["export PATH=$PWD/programs"]}}
+"""
+
+
+@pytest.fixture
+def hides(on_slurm: Callable[..., Project]) -> Callable[..., Project]:
+    """A function that makes a project with `programs`: links to all programs but Slurm's."""
+
+    def make(cluster: Cluster, yaml: str = WITHOUT_SLURM) -> Project:
+        project = on_slurm(cluster, yaml)
+        (project.folder / "programs").mkdir()
+        for path in (file for folder in ("/usr/local/bin", "/usr/bin", "/bin") for file in Path(folder).iterdir()):
+            link = project.folder / "programs" / path.name
+            if path.name not in SLURM and not link.exists():
+                link.symlink_to(path)
+        return project
+
+    return make
+
+
+def test_a_setup_that_takes_slurm_off_path(slurm: Cluster, hides: Callable[..., Project]) -> None:
+    project = hides(slurm)
+    launch = project.submit("--cluster=slurm").wait_until(lambda me: me.status.attempts, "an attempt")
+    slurm.preempt(str(launch.status.job_id))
+    launch.wait_until(lambda me: me.causes, "the preemption")
+    (project.folder / "enough").touch()
+    launch.wait_until_over()
+    assert (launch.status.state, launch.causes) == ("finished", ["preempted", "finished"])
+    assert "scontrol is /" in (project.folder / "found").read_text()
+
+
+def test_a_setup_that_hides_slurm_and_fails_goes_to_another_node(slurm: Cluster, hides: Callable[..., Project]) -> None:
+    line = "echo here >>tried; export PATH=$PWD/programs; [ $(wc -l <tried) -gt 1 ]"
+    project = hides(slurm, f"name: fails\ncommand: [date]\nclusters: {json.dumps({'slurm': {'setup': [line]}})}\n")
+    launch = project.submit("--cluster=slurm").wait_until_over()
+    assert launch.status.state == "finished"
+    assert slurm.job(str(launch.status.job_id))["Restarts"] == "1"
+
+
+def test_a_node_without_slurms_commands_ends_the_job_with_a_line(slurm: Cluster, hides: Callable[..., Project]) -> None:
+    project = hides(
+        slurm, "name: nowhere\ncommand: [date]\nclusters: {slurm: {additional_parameters: {begin: now+4}}}\n"
+    )
+    client = project.folder / "client"
+    client.mkdir()
+    for name in SLURM:
+        (client / name).symlink_to(f"/usr/bin/{name}")
+    project.environment["PATH"] = f"{project.folder}/programs:{client}"
+    launch = project.submit("--cluster=slurm")
+    client.rename(project.folder / "gone")
+    (job,) = slurm.command("squeue", "--noheader", "--format=%i").split()
+    began = time.monotonic()
+    wait_until(lambda: slurm.job(job)["JobState"] == "FAILED", "the job to give its node back", 60)
+    assert time.monotonic() - began < 30
+    words = launch.run.job_log.read_text()
+    assert "no scontrol and srun on PATH of node" in words
+    assert "Traceback" not in words

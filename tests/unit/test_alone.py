@@ -80,7 +80,7 @@ def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     monkeypatch.setattr(alone, "ASK_SECONDS", 0.0)
-    monkeypatch.setattr(alone.commands, "is_available", lambda: True)  # the answers are the test's
+    monkeypatch.setattr(alone.commands, "is_available", lambda *programs: True)  # the answers are the test's
     scene = Scene(tmp_path, "12", "0")
     yield scene
     for pid in [pid for pid, code in scene.children.others.items() if code is None]:
@@ -146,6 +146,18 @@ def test_ranks_stop_in_time_without_a_supervisor(slurm: Scene, monkeypatch: pyte
         Start(attempt=3, ranks=[], world_size=2, nodes=1, master_addr="", master_port=0, time_left=0.5)
     )
     assert slurm.go_on(lambda: slurm.children.stopped == 1)
+
+
+def test_an_agent_that_cannot_ask_slurm_leaves_the_job_alone(
+    slurm: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(alone, "ASK_SECONDS", 0.0)
+    for name in ("sbatch", "squeue"):  # a container may have some of Slurm's commands
+        (tmp_path / name).touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert slurm.go_on() and slurm.go_on()
+    assert (slurm.children.stopped, slurm.children.others) == (0, {})
 
 
 SCRIPTS = {

@@ -31,15 +31,11 @@ SCONTROL = """\
 echo "$(basename "$0") $*" >>"$HERE/slurm"
 case "$*" in
     *"show job"*)
-        echo "JobId=7 JobState=${STATE:-RUNNING} EndTime=${END:-Unknown}" \
-            "PreemptTime=${PREEMPTED:-None} ExcNodeList=node9 X=1" ;;
+        echo "JobId=7 JobState=${STATE:-RUNNING} ExcNodeList=node9 X=1" ;;
     *requeue*) exit "${REQUEUE:-0}" ;;
     *-o*) printf 'node%s\\n' 1 2 3 4 5 6 7 8 ;;
 esac
 """
-
-
-PREEMPTED = {"STATE": "COMPLETING", "PREEMPTED": "2026-01-01T00:00:59"}
 
 
 @dataclass
@@ -189,9 +185,7 @@ def test_three_supervisors_without_a_beginning_leave_the_node(job, tmp_path: Pat
     ("variables", "commands"),
     [
         ({"STATE": "COMPLETING"}, []),  # its owner cancelled it
-        ({**PREEMPTED, "END": "2026-01-01T00:01:00"}, ["scontrol requeue 7"]),
-        ({**PREEMPTED, "END": "2026-01-01T00:01:09"}, []),  # cancelled in its grace time
-        (PREEMPTED, []),  # Slurm has requeued it
+        ({"STATE": "PENDING"}, []),  # Slurm has requeued it
         ({"REQUEUE": "1"}, ["scontrol requeue Incomplete 7"]),
     ],
 )

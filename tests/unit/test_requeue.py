@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jobkit.errors import SchedulerError, SchedulerTimeout
+from jobkit.errors import SchedulerError, SchedulerMissing, SchedulerTimeout
 from jobkit.run.journal import Journal
 from jobkit.run.records import Ended, Submitted
 from jobkit.run.rundir import RunDir
@@ -179,9 +179,18 @@ def test_a_successor_whose_sbatch_did_not_answer_is_looked_for(slurm: Slurm, jou
     assert journal.status.submitted is not None and journal.status.submitted.number == 2
 
 
-def test_a_successor_that_slurm_refuses_leaves_the_run_to_a_person(slurm: Slurm, journal: Journal) -> None:
-    slurm.errors = {"submit": [SchedulerError("Job violates accounting/QOS policy")]}
-    start_again(journal, "successor")
+@pytest.mark.parametrize(
+    ("action", "errors"),
+    [
+        ("successor", {"submit": [SchedulerError("Job violates accounting/QOS policy")]}),
+        ("requeue", {"show": [SchedulerMissing("scontrol is not on PATH")] * 2}),  # no wait brings it
+    ],
+)
+def test_a_successor_that_slurm_refuses_leaves_the_run_to_a_person(
+    slurm: Slurm, journal: Journal, action: str, errors: dict[str, list[SchedulerError]]
+) -> None:
+    slurm.errors = errors
+    start_again(journal, action)
     assert (journal.status.state, slurm.said) == ("interrupted", [])
 
 

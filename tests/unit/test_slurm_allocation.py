@@ -15,8 +15,8 @@ from jobkit.run.schema import Config
 from jobkit.slurm import nodes
 from jobkit.supervisor.allocation import LaunchFailure, Look
 from jobkit.supervisor.placement import Placement
-from jobkit.supervisor.slurm_allocation import SlurmAllocation
-from jobkit.supervisor.tenure import Me
+from jobkit.supervisor.slurm_allocation import SlurmAllocation, this_job
+from jobkit.supervisor.tenure import Me, NotRunnable
 
 SRUN = """\
 #!/bin/sh
@@ -87,3 +87,14 @@ def test_a_node_whose_agent_is_given_up_is_to_blame(
     assert failure is not None
     assert (failure.nodes, failure.final, len(allocation._steps)) == (blamed, False, len(others))
     assert "silent" in failure.words
+
+
+def test_a_supervisor_that_cannot_ask_slurm_ends_with_a_line(
+    allocation: SlurmAllocation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits"))
+    with pytest.raises(NotRunnable, match="scontrol is not on PATH") as ended:
+        this_job(allocation.run)
+    assert ended.value.exit_code == 1  # job.sh tries three times, and leaves the node
