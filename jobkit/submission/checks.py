@@ -27,6 +27,7 @@ from jobkit.run.status import Status
 from jobkit.slurm import commands
 from jobkit.submission.plan import LaunchPlan
 from jobkit.submission.user_code import NotInstalled, check_command, check_task
+from jobkit.supervisor import devices
 
 PLUGIN = "jobkit.worker.job_environment:JobkitJobEnvironment"
 """Submitit, in the job, finds jobkit's environment through this entry point."""
@@ -59,8 +60,10 @@ def check(plan: LaunchPlan, folder: Path) -> list[str]:
             raise
         provider = "the cluster's setup lines provide" if config.container is None else "the container provides"
         notes.append(f"{error}; the run fails unless {provider} it")
-    if plan.target.scheduler == "local" and (idle := idle_devices(config, config.resources.world_size)):
-        notes.append(f"warning: {idle}")
+    if plan.target.scheduler == "local":
+        devices.folder()  # refuses one that another user has made
+        if idle := idle_devices(config, config.resources.world_size):
+            notes.append(f"warning: {idle}")
     return notes
 
 

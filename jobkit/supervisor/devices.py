@@ -21,7 +21,7 @@ from typing import Any
 from jobkit import start
 from jobkit.errors import InputError
 from jobkit.log import log
-from jobkit.run.files import read_json
+from jobkit.run.files import foreign_owner, read_json
 from jobkit.run.locks import Lock
 from jobkit.run.machine import KINDS, visible_devices
 from jobkit.run.rundir import RunDir
@@ -39,8 +39,18 @@ KILL_SECONDS = 0.5
 
 
 def folder() -> Path:
-    """Return the folder of this user's tickets and locks for this machine, which may share its home with others."""
-    state = os.environ.get("XDG_STATE_HOME") or Path(os.environ.get("HOME") or Path.home(), ".local", "state")
+    """Return the folder of this user's tickets and locks for this machine, which may share its home with others.
+
+    A user in a container may have no home, or one that belongs to root. Raises InputError if another user has made
+    the folder that is used then.
+    """
+    # Path's own functions raise where there is no home, or where it is another user's.
+    state = Path(os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state"))  # noqa: PTH111
+    there = next((path for path in (state, *state.parents) if os.path.exists(path)), state)  # noqa: PTH110
+    if not state.is_absolute() or not os.access(there, os.W_OK):
+        state = Path(f"/tmp/jobkit-{os.geteuid()}")  # not $TMPDIR: all of this user's runs have to meet
+        if state.exists() and (owner := foreign_owner(state)) is not None:
+            raise InputError(f"it belongs to {owner}", hint="set XDG_STATE_HOME to a folder of your own").at(state)
     return Path(state, "jobkit", "devices", socket.gethostname())
 
 
@@ -138,7 +148,8 @@ class Devices:
 
     def _draw(self) -> Path:
         """Join the line. The ticket is locked before it has its name: an unlocked one counts as a dead process's."""
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for path in reversed([self.folder, *self.folder.parents]):
+            path.mkdir(exist_ok=True, mode=0o700)
         ticket = self.folder / f"{time.time_ns():020d}-{os.getpid()}.ticket"
         text = {"run": str(self.run.path), "kind": self.kind, "devices": self.names, "count": self.count}
         temporary = ticket.with_suffix(".tmp")

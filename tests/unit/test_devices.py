@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -129,3 +130,18 @@ def test_the_folder_is_the_user_s_own(make: Make) -> None:
     held = make("a", 1)
     held.take()
     assert held.folder.stat().st_mode & 0o077 == 0
+
+
+def test_a_user_without_a_home_has_a_folder_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("getuid", "geteuid"):
+        monkeypatch.setattr(os, name, lambda: 54322)  # no such user
+    state = Path("/tmp/jobkit-54322")
+    assert devices.folder().is_relative_to(state)
+    state.mkdir()  # another user's
+    try:
+        with pytest.raises(InputError, match="it belongs to"):
+            devices.folder()
+    finally:
+        state.rmdir()
