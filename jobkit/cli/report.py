@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     file = (file / FILE if file.is_dir() else file).absolute()
     if not file.parent.is_dir():
         raise InputError(key="-o", found=str(file), allowed="a file in a folder that exists")
-    write_atomic(file, page(views(runs), time.time()), durable=False)
+    write_atomic(file, page(views(runs), time.time()).encode(errors="backslashreplace"), durable=False)
     print(file)
     if arguments.open:
         import webbrowser

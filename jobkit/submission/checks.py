@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
+from jobkit import start
 from jobkit.errors import InputError, SchedulerError, SchedulerTimeout
 from jobkit.mirror import services
 from jobkit.run import disk, layout
@@ -69,6 +70,10 @@ def check(plan: LaunchPlan, folder: Path) -> list[str]:
 
 def _check_runs_dir(plan: LaunchPlan) -> None:
     runs_dir = plan.run.path.parent
+    for key, path in (("--runs-dir", str(runs_dir)), ("Python", sys.executable), ("jobkit", start.FILE)):
+        # The job script and the records are UTF-8.
+        if path.encode(errors="ignore").decode() != path:
+            raise InputError("its path is no UTF-8", key=key, found=path)
     if plan.target.scheduler == "slurm" and (match := re.search(r"%|\\", str(runs_dir))):
         # `%j` in the path of a log is the job's id, and a backslash ends such names.
         raise InputError(f"Slurm gives {match[0]} a meaning of its own", key="--runs-dir", found=str(runs_dir))

@@ -39,7 +39,7 @@ MOST_BYTES = 100_000
 def keep(run: RunDir, command: str | None) -> None:
     """Keep the command for the run's next ends; None leaves the one before, and an empty one takes it away."""
     if command:
-        write_atomic(run.notify_file, command, mode=FOR_OWNER)  # it may hold a token
+        write_atomic(run.notify_file, os.fsencode(command), mode=FOR_OWNER)  # it may hold a token
     elif command is not None:
         run.notify_file.unlink(missing_ok=True)
 
@@ -79,7 +79,7 @@ def _execute(run: RunDir, status: Status, words: dict[str, str]) -> None:
     with _log(run) as said:
         # A session of its own, no file of this process, no variable of the job: what it starts lives on its own.
         process = subprocess.Popen(
-            [shutil.which("bash") or "sh", "-c", run.notify_file.read_text(encoding="utf-8")],
+            [shutil.which("bash") or "sh", "-c", run.notify_file.read_bytes()],
             cwd=folder if folder.is_dir() else "/",
             env={**without_options(clean_environment()), **words},
             stdin=subprocess.DEVNULL,

@@ -92,3 +92,25 @@ def test_a_node_without_slurms_commands_ends_the_job_with_a_line(slurm: Cluster,
     words = launch.run.job_log.read_text()
     assert "no scontrol and srun on PATH of node" in words
     assert "Traceback" not in words
+
+
+NO_UTF8 = "caf\udce9"
+"""As Python has the name `café` of a disk whose names are Latin-1."""
+
+
+def test_a_folder_whose_name_is_no_utf8_has_code_and_no_runs(
+    slurm: Cluster, on_slurm: Callable[..., Project], tmp_path: Path
+) -> None:
+    project = on_slurm(slurm, folder=NO_UTF8)
+    for where in ("--local", "--cluster=slurm"):
+        refused = project.jobkit("submit", str(project.yaml), where, check=False)
+        assert (refused.returncode, list(project.folder.glob("runs/*-*"))) == (2, [])
+        assert refused.stderr.startswith("error: --runs-dir: its path is no UTF-8; found '/"), refused.stderr
+    project.environment["JOBKIT_RUNS"] = str(tmp_path / "runs")
+    for where in ("--local", "--cluster=slurm"):
+        words = (where, f"name=here{where[2:7]}", "--notify", f"touch {NO_UTF8}{where[2:7]}")
+        launch = project.submit(*words, steps=5).wait_until_over()
+        assert launch.status.state == "finished"
+        wait_until((project.folder / f"{NO_UTF8}{where[2:7]}").exists, "the command of --notify")
+    project.jobkit("report", "here*", "-o", "report.html")
+    assert "here" in (project.folder / "report.html").read_text(encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,16 @@ def test_a_mirror_without_its_package_is_refused(folder: Path, monkeypatch: pyte
         with pytest.raises(InputError) as caught:
             checks.check(plan(folder, task="mytask:train", mirror={name: {}}), folder)
         assert (caught.value.key, caught.value.hint) == (f"mirror.{name}", f"pip install {package}")
+
+
+def test_a_path_that_is_no_utf8_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError) as caught:
+        checks.check(plan(folder, runs="caf\udce9", task="mytask:train"), folder)
+    assert caught.value.key == "--runs-dir"
+    monkeypatch.setattr(sys, "executable", "/home/caf\udce9/.venv/bin/python")
+    with pytest.raises(InputError) as caught:
+        checks.check(plan(folder, task="mytask:train"), folder)
+    assert (caught.value.key, caught.value.found) == ("Python", sys.executable)
 
 
 @pytest.mark.parametrize("name", ["a%jb", "a\\b"])
