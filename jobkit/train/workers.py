@@ -13,14 +13,19 @@ import mmap
 import multiprocessing
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import util
 from typing import Any
 
 from torch.utils.data import DataLoader
 
-from jobkit.errors import OutsideError
+from jobkit.errors import OutsideError, UsageError
 from jobkit.weather import nature_of
+
+LONGEST_TMPDIR = 107 - len("/pymp-12345678/listener-12345678")
+"""The path of a Unix socket has at most 107 bytes. The rest is the name that multiprocessing gives one."""
 
 _ENDS: dict[int, mmap.mmap] = {}
 """By process: a byte in shared memory, 1 from the exit of the process on."""
@@ -70,7 +75,13 @@ def fork_workers(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Let a loader fork its workers where the script has chosen no start method, and return it.
 
     Python 3.14 chooses a server of its own: each worker imports torch anew, and SIGTERM to the group ends the server.
+    Raises UsageError where workers could hand no tensor over: a thread of theirs would die, and the rank wait for ever.
     """
+    folder = tempfile.gettempdir()
+    over = len(os.fsencode(folder)) - LONGEST_TMPDIR
+    if loader.num_workers > 0 and over > 0 and util.get_temp_dir().startswith(folder):  # Python may take /tmp instead
+        words = f"TMPDIR={folder}: {over} byte(s) too long for the sockets of a DataLoader's workers"
+        raise UsageError(f"{words}; set a shorter one, or num_workers=0")
     is_chosen = loader.multiprocessing_context is not None or multiprocessing.get_start_method(allow_none=True)
     if loader.num_workers > 0 and not is_chosen:
         loader.multiprocessing_context = "fork"

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import random
+import tempfile
 from collections.abc import Iterator
+from multiprocessing import util
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +21,7 @@ from torch.utils.data import (
     IterableDataset,
     Sampler,
     Subset,
+    TensorDataset,
 )
 
 from jobkit.errors import UsageError
@@ -135,6 +140,27 @@ def test_a_pass_knows_the_ids_of_its_samples() -> None:
     part = Pass(shuffled(), 1)
     for number, batch in enumerate(part):
         assert part.ids(number) == batch[:, 0].int().tolist()
+
+
+@pytest.mark.parametrize(("length", "sends"), [(75, True), (76, False), (120, False)])
+def test_a_temporary_folder_too_long_for_sockets_is_refused_where_workers_are_used(
+    monkeypatch: pytest.MonkeyPatch, length: int, sends: bool
+) -> None:
+    """A worker that cannot bind its socket sends no tensor, and dies of nothing: the rank waits for ever."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as base:
+        folder = Path(f"{base}/".ljust(length, "x"))
+        folder.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", None)
+        if not sends:  # Python makes it at the first call, and removes it at its exit
+            monkeypatch.setattr(util, "get_temp_dir", lambda: f"{folder}/pymp-12345678")
+        loader = DataLoader(TensorDataset(torch.arange(4)), num_workers=1)
+        if sends:
+            assert len(list(fork_workers(loader))) == 4
+        else:
+            with pytest.raises(UsageError, match=f"TMPDIR={folder}: {length - 75} byte"):
+                fork_workers(loader)
+        assert fork_workers(DataLoader(TensorDataset(torch.arange(4)))).num_workers == 0
 
 
 def test_workers_are_forked_unless_the_script_has_chosen() -> None:
