@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import resource
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import takewhile
@@ -154,6 +156,9 @@ def _in_numbers(resources: Resources, room: int | None) -> Resources:
 _OF_THE_USER = ("JOBKIT_RUNS", "JOBKIT_CONFIG", "JOBKIT_TEST_PAUSE")
 """Variables that a person, or a test, sets; the other JOBKIT_ ones belong to a rank or a job."""
 
+MANY_FILES, FEW_FILES = 65536, 1024
+"""A limit that is enough: some programs close all numbers up to theirs, which may be a billion. And one that is not."""
+
 
 def clean_environment() -> dict[str, str]:
     """The environment for a job: without the variables of a rank or job that submits it."""
@@ -172,3 +177,15 @@ def past_shells(*without: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in without}
     dropped = [f"{name}={value}" for name, value in kept.items() if not (name.isascii() and name.isidentifier())]
     return kept | {f"{start.COPY}{number}": text for number, text in enumerate(dropped)}
+
+
+def raise_open_files() -> str:
+    """Let this process and its children open as many files as they may; return a warning where that is few."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    needs = "a connection and a loader's worker need several each, so errors may follow"
+    return (
+        f"at most {wanted} open files on {socket.gethostname()} (`ulimit -Hn`): {needs}" if wanted < FEW_FILES else ""
+    )

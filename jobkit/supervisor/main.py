@@ -17,6 +17,7 @@ from jobkit.errors import EXIT_FAILED, EXIT_RESUMABLE, LostLease
 from jobkit.log import configure, log
 from jobkit.run.disk import may_return
 from jobkit.run.journal import read_status
+from jobkit.run.machine import raise_open_files
 from jobkit.run.rundir import RunDir
 from jobkit.supervisor import chain, notify
 from jobkit.supervisor.allocation import Allocation
@@ -34,6 +35,8 @@ EXIT_NO_ROOM = 4
 def main(arguments: Sequence[str]) -> int:
     """Run the attempts of a run in this job; return the exit code."""
     configure()
+    # For a connection to each node, and for its agents, which inherit it.
+    raise_open_files()
     scheduler, path, *srun_arguments = arguments
     run = RunDir(path)
     signals: list[int] = []

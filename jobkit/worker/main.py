@@ -23,10 +23,13 @@ class Worker:
 
     def __call__(self) -> NoReturn:
         # Imported in the rank: the submission pickles this class and must be quick.
-        from jobkit.log import configure
+        from jobkit.log import configure, log
+        from jobkit.run.machine import raise_open_files
         from jobkit.run.rundir import RunDir
         from jobkit.worker.task import run_rank
 
         configure("stdout")
+        if warning := raise_open_files():
+            log.warning("%s", warning)
         # Not returned: Submitit would pickle a result for each rank, and fail a rank that finished on a full disk.
         sys.exit(run_rank(RunDir(os.environ.get("JOBKIT_RUN", self.run))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +93,8 @@ def test_a_node_without_slurms_commands_ends_the_job_with_a_line(slurm: Cluster,
     words = launch.run.job_log.read_text()
     assert "no scontrol and srun on PATH of node" in words
     assert "Traceback" not in words
+    (project.folder / "gone").rename(client)
+    assert "no scontrol and srun on PATH of node" in project.jobkit("status", launch.run.name).stdout
 
 
 NO_UTF8 = "caf\udce9"
@@ -114,3 +117,20 @@ def test_a_folder_whose_name_is_no_utf8_has_code_and_no_runs(
         wait_until((project.folder / f"{NO_UTF8}{where[2:7]}").exists, "the command of --notify")
     project.jobkit("report", "here*", "-o", "report.html")
     assert "here" in (project.folder / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_small_limit_of_open_files_is_raised_for_ranks(slurm: Cluster, on_slurm: Callable[..., Project]) -> None:
+    project = on_slurm(slurm)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    project.account = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))}
+    for where in (["--local", "--detach"], ["--cluster=slurm"]):
+        launch = project.submit(*where, f"name=files{len(where)}", steps=100_000).wait_for_step(2)
+        for pid in (launch.supervisor_pid, launch.rank_pid(0)):
+            limits = Path(f"/proc/{pid}/limits").read_text()
+            (line,) = (line.split() for line in limits.splitlines() if line.startswith("Max open files"))
+            assert int(line[3]) > 64, (where, line)
+        launch.end_training().wait_until_over()
+
+    project.account = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))}
+    done = project.jobkit("submit", str(project.yaml), "--local", "params.steps=5")
+    assert done.stderr.count("jobkit: at most 64 open files") == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import resource
 from typing import Any
 
 import pytest
@@ -122,3 +123,24 @@ def test_a_job_gets_no_variable_of_the_rank_that_submits_it(monkeypatch: pytest.
         monkeypatch.setenv(name, "1")
     names = machine.clean_environment().keys()
     assert {"JOBKIT_RUNS", "SECRET"} <= names and names.isdisjoint({"JOBKIT_ATTEMPT", "SUBMITIT_EXECUTOR"})
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised", "few"),
+    [
+        (64, 4096, 4096, False),
+        (1024, 1_073_741_816, 65536, False),  # as in a container: a program may close so many one by one
+        (200_000, 1_073_741_816, 200_000, False),
+        (64, 128, 128, True),
+        (128, 128, 128, True),
+        (1024, resource.RLIM_INFINITY, 65536, False),
+    ],
+)
+def test_the_limit_of_open_files_is_raised(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised: int, few: bool
+) -> None:
+    limits = [(soft, hard)]
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, new: limits.append(new))
+    assert ("at most 128 open files" in machine.raise_open_files()) == few
+    assert limits[-1] == (raised, hard)
