@@ -265,7 +265,7 @@ def describe(path: Path) -> str:
 def describe_slurm(environment: Mapping[str, str]) -> Iterator[str]:
     """Yield Slurm's words about its jobs and nodes, and the end of its controller's log."""
     for words in (["scontrol", "show", "job"], ["sinfo", "--Node", "--format=%N %T %E"]):
-        done = subprocess.run(words, env=environment, capture_output=True, text=True)
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, errors="replace")
         yield f"--- {' '.join(words)}\n{done.stdout}{done.stderr}"
     yield (Path(environment["SLURM_CONF"]).parent / "log/slurmctld.log").read_text(errors="replace")[-5000:]
 

@@ -313,6 +313,7 @@ def test_a_job_gives_up_a_state_that_the_disk_does_not_take(tmp_path: Path) -> N
 
 def test_an_error_of_the_writers_thread_ends_the_rank(tmp_path: Path) -> None:
     project = Project(tmp_path, yaml=YAML.format(task="broken", ranks=1) + "retry: {crash: 1}\n", plain=False)
+    write(project)
     project.write(
         "faults_task.py",
         TASK

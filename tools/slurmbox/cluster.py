@@ -262,8 +262,14 @@ class Cluster:
         """Return what a command prints, stripped; if it fails, ClusterError with its error message."""
         account = self.as_user(user) if user else {"env": self.env}
         try:
-            done = subprocess.run(
-                command, **account, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout, encoding="utf-8"
+            done = subprocess.run(  # the folder of a job may have a name that is no UTF-8
+                command,
+                **account,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=timeout,
+                encoding="utf-8",
+                errors="surrogateescape",
             )
         except subprocess.TimeoutExpired as error:
             raise ClusterError(f"{shlex.join(command)}: no end after {timeout:.0f} s") from error
