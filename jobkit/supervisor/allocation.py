@@ -20,7 +20,7 @@ from jobkit.run.machine import past_shells
 from jobkit.run.rundir import RunDir
 from jobkit.run.schema import ContainerConfig
 from jobkit.supervisor import container
-from jobkit.supervisor.diagnosis import last_words
+from jobkit.supervisor.diagnosis import FailedSetup, last_words
 from jobkit.supervisor.placement import Placement
 from jobkit.supervisor.protocol import LOCAL
 from jobkit.supervisor.retry import Decision, Room
@@ -95,6 +95,7 @@ class Allocation:
         self, run: RunDir, attempt_seconds: float | None = None, container: ContainerConfig | None = None
     ) -> None:
         self.run = run
+        self.failed_setup: FailedSetup | None = None
         self.container = None if container is None or container.is_none else container
         self.attempt_seconds = math.inf if attempt_seconds is None else attempt_seconds
         """The time limit of each attempt, where no scheduler keeps one for the job."""

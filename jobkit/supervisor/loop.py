@@ -23,11 +23,10 @@ from jobkit.run.records import Began, Cause, Request
 from jobkit.supervisor import attempt as attempts
 from jobkit.supervisor import notify
 from jobkit.supervisor.agents import Agent, Agents, Lost, News
-from jobkit.supervisor.allocation import MARGIN_SECONDS, Allocation, LaunchFailure, Look, margin_of
+from jobkit.supervisor.allocation import MARGIN_SECONDS, Allocation, Look, margin_of
 from jobkit.supervisor.attempt import EXIT_RUN_FAILED
 from jobkit.supervisor.background import Background
 from jobkit.supervisor.closing import REQUESTS, request_of
-from jobkit.supervisor.diagnosis import FailedSetup, LostNode
 from jobkit.supervisor.protocol import LOCAL, Hello, Signal, Signalled, SignalName
 from jobkit.supervisor.retry import Decision
 from jobkit.supervisor.running import Pressure, Running
@@ -67,12 +66,16 @@ T = TypeVar("T")
 
 def once_there_is_room(act: Callable[[], T], wait: Callable[[], object]) -> T:
     """Return the result of `act`; where the disk is full or away try for FULL_DISK_SECONDS, else raise OSError."""
-    deadline = time.monotonic() + FULL_DISK_SECONDS
+    deadline = math.inf
     while True:
+        began = time.monotonic()
         try:
             return act()
         except OSError as error:
-            if not may_return(error) or time.monotonic() >= deadline:
+            now = time.monotonic()
+            if deadline == math.inf or now - began > FULL_DISK_SECONDS:  # the disk was there for long
+                deadline = now + FULL_DISK_SECONDS
+            if not may_return(error) or now >= deadline:
                 raise
             log.warning("waiting for the disk: %s", error)
         wait()
@@ -97,11 +100,8 @@ class Supervisor:
     Handlers append to `signals`; each signal wakes the main thread.
     """
 
-    def __init__(
-        self, tenure: Tenure, allocation: Allocation, signals: list[int], failed_setup: FailedSetup | None = None
-    ) -> None:
+    def __init__(self, tenure: Tenure, allocation: Allocation, signals: list[int]) -> None:
         me = tenure.me
-        self._failed_setup = failed_setup
         self.tenure, self.allocation = tenure, allocation
         self.agents = Agents(tenure.run, me.job_id, writer=tenure.writer, host=allocation.host, restart=me.restart)
         self.starter = Starter(tenure, allocation, self.agents)
@@ -146,10 +146,6 @@ class Supervisor:
 
     def _adopt(self, began: Began) -> Running:
         """Take over the ranks of an attempt that a supervisor before this one began."""
-        if self._failed_setup is not None:
-            running = self._follow(began.attempt, {})
-            running.cannot_start(self._failed_setup)
-            return running
         self.starter.used = began.nodes or self.allocation.nodes()
         places = self.starter.places(self.starter.used)
         for node in places:
@@ -165,7 +161,7 @@ class Supervisor:
         """
         self._pause()
         nodes: list[str] = []
-        problem: LaunchFailure | LostNode | FailedSetup | None = self._failed_setup
+        problem = None
         if self.starter.misses_agents:
             self._ask_slurm()  # a launch that fails is explained by its answers
         while not nodes and problem is None and self._reason() is None:

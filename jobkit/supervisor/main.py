@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from jobkit.errors import EXIT_FAILED, EXIT_RESUMABLE, LostLease
+from jobkit.errors import EXIT_FAILED, LostLease
 from jobkit.log import configure, log
 from jobkit.run.disk import may_return
 from jobkit.run.journal import read_status
@@ -35,8 +35,7 @@ EXIT_NO_ROOM = 4
 def main(arguments: Sequence[str]) -> int:
     """Run the attempts of a run in this job; return the exit code."""
     configure()
-    # For a connection to each node, and for its agents, which inherit it.
-    raise_open_files()
+    raise_open_files()  # for a connection to each node, and for its agents, which inherit it
     scheduler, path, *srun_arguments = arguments
     run = RunDir(path)
     signals: list[int] = []
@@ -44,20 +43,25 @@ def main(arguments: Sequence[str]) -> int:
         signals.append(signal.SIGTERM)
     for signum in (signal.SIGTERM, signal.SIGINT):  # job.sh has ignored SIGTERM until here
         signal.signal(signum, lambda number, frame: signals.append(number))
+    me = None
     try:
         before = _patiently(lambda: read_status(run))
         if before.submitted is None:  # not `another job runs it`: job.sh tries another node
-            log.warning("%s is not here: is its file system mounted on this node?", run.path)
-            return EXIT_FAILED
+            raise NotRunnable(f"{run.path} is not here: is its file system mounted on this node?", EXIT_FAILED)
         me = _patiently(lambda: _this_job(run, scheduler))
         code = _run(run, me, scheduler, srun_arguments, signals)
-        if code != EXIT_NO_ROOM:
-            notify.tell(run, me.token, before)
     except NotRunnable as error:
         log.warning("%s: %s", run.name, error)
         code = error.exit_code
     except OSError as error:
-        code = _without_room(run, error)
+        if not may_return(error):
+            raise
+        # Nothing is journalled; the disk is the same on all nodes, so that the job is not requeued.
+        log.warning("%s: %s: the job ends; once the disk takes files, the same command continues it", run.name, error)
+        notify.tell_no_room(run, error)
+        code = EXIT_NO_ROOM
+    if me is not None and code != EXIT_NO_ROOM:
+        notify.tell(run, me.token, before)
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, signal.SIG_IGN)  # at its end Python gives up handlers, and a signal would kill it
     return code
@@ -65,16 +69,6 @@ def main(arguments: Sequence[str]) -> int:
 
 def _patiently(act: Callable[[], T]) -> T:
     return once_there_is_room(act, lambda: time.sleep(DISK_SECONDS))
-
-
-def _without_room(run: RunDir, error: OSError) -> int:
-    """Return the exit code for a disk that has taken nothing for minutes; raise any other error. Nothing is journalled:
-    the job gives its nodes back, and is not requeued, since the disk is the same on all nodes."""
-    if not may_return(error):
-        raise error
-    log.warning("%s: %s: the job ends; once the disk takes files, the same command continues the run", run.name, error)
-    notify.tell_no_room(run, error)
-    return EXIT_NO_ROOM
 
 
 def _this_job(run: RunDir, scheduler: str) -> Me:
@@ -96,33 +90,29 @@ def _failed_setup(run: RunDir, me: Me) -> FailedSetup | None:
 
 
 def _run(run: RunDir, me: Me, scheduler: str, srun_arguments: Sequence[str], signals: list[int]) -> int:
-    try:
-        # Ranks may live, and train on while there is no room for the lease.
-        tenure = _patiently(lambda: take_over(run, me))
-        failed_setup = _failed_setup(run, me)
-        if failed_setup is None:
-            chain.wait(tenure, signals)
-    except NotRunnable as error:
-        log.warning("%s: %s", run.name, error)
-        return error.exit_code
+    # Ranks may live, and train on while there is no room for the lease.
+    tenure = _patiently(lambda: take_over(run, me))
+    failed_setup = _failed_setup(run, me)
+    if failed_setup is None:
+        _patiently(lambda: chain.wait(tenure, signals))
     if scheduler == "slurm":
         from jobkit.supervisor.slurm_allocation import SlurmAllocation
 
         allocation: Allocation = SlurmAllocation(run, me, tenure.config, srun_arguments)
     else:
         allocation = Allocation(run, tenure.config.resources.seconds, tenure.config.container)
-    supervisor = Supervisor(tenure, allocation, signals, failed_setup)
+    allocation.failed_setup = failed_setup
+    supervisor = Supervisor(tenure, allocation, signals)
+    ending: Exception | None = None
     try:
         code = supervisor.run()
-    except NotRunnable as error:
-        log.warning("%s: %s", run.name, error)
-        code = error.exit_code
-    except LostLease as error:
-        log.warning("%s", error)
-        code = EXIT_RESUMABLE
-    except OSError as error:
-        code = _without_room(run, error)
+    except (NotRunnable, LostLease, OSError) as error:
+        if isinstance(error, OSError) and not may_return(error):
+            raise  # as any unexpected one: the next supervisor takes the agents over
+        ending = NotRunnable(str(error)) if isinstance(error, LostLease) else error
     if not supervisor.agents.by_node:
         allocation.lost(LOCAL)  # an agent here that has not called cannot be told to leave
-    supervisor.agents.close()  # not after another exception: the next supervisor takes the agents over
+    supervisor.agents.close()
+    if ending is not None:
+        raise ending
     return code

@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -64,9 +65,8 @@ def tell_waiting(run: RunDir) -> None:
 def tell_no_room(run: RunDir, error: OSError) -> None:
     """Run the command for a run whose disk takes no files, so that its journal cannot say that it is interrupted."""
     with contextlib.suppress(OSError):
-        status = read_status(run)
-        text = {"JOBKIT_STATE": "interrupted", "JOBKIT_ERROR": str(error)}
-        _execute(run, status, variables(run, status) | text | {"JOBKIT_TEXT": f"{run.name}: interrupted: {error}"})
+        status = replace(read_status(run), state="interrupted", reason=str(error))
+        _execute(run, status, variables(run, status))
 
 
 def _execute(run: RunDir, status: Status, words: dict[str, str]) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 from jobkit.log import log
 from jobkit.supervisor.agents import Agents
 from jobkit.supervisor.allocation import Allocation, LaunchFailure, Look
-from jobkit.supervisor.diagnosis import LostNode
+from jobkit.supervisor.diagnosis import FailedSetup, LostNode
 from jobkit.supervisor.placement import Placement, nodes_to_use
 from jobkit.supervisor.protocol import LOCAL, RankPlace, Start
 from jobkit.supervisor.tenure import Tenure
@@ -28,7 +28,7 @@ ends by itself, unless it is in a call of the kernel that does not return."""
 class CannotStart(Exception):
     """No attempt can begin: the node to blame, or a failure that is no node's."""
 
-    def __init__(self, problem: LaunchFailure | LostNode) -> None:
+    def __init__(self, problem: LaunchFailure | LostNode | FailedSetup) -> None:
         super().__init__(str(problem))
         self.problem = problem
 
@@ -72,6 +72,8 @@ class Starter:
 
         Starts the agents that are missing. Raises CannotStart.
         """
+        if self.allocation.failed_setup is not None:
+            raise CannotStart(self.allocation.failed_setup)
         if self._gives_up_silent():
             return []
         placement, by_node = self.placement, self.agents.by_node
