@@ -258,6 +258,7 @@ def _sweep(
 ) -> int:
     """Submit the runs of a sweep, or show them; returns the exit code."""
     from jobkit.run.runs import runs_dir_of
+    from jobkit.run.secrets import masked_word
     from jobkit.submission import chain, local_sweep, sweep
     from jobkit.submission.plan import target
     from jobkit.submission.signals import Signals
@@ -267,7 +268,7 @@ def _sweep(
             "a sweep is the set of its runs", key="--fresh", hint="--fresh with one point makes its run anew"
         )
     runs_dir = runs_dir_of(arguments.runs_dir)
-    loaded = [(" ".join(word for word, _ in point), source.loaded(point)) for point in points]
+    loaded = [(" ".join(masked_word(word) for word, _ in point), source.loaded(point)) for point in points]
     config = loaded[0][1].config
     if config.after or arguments.after:
         loaded = [(words, chain.resolve(point, arguments.after, runs_dir)) for words, point in loaded]

@@ -3,6 +3,7 @@
     its job waits in Slurm's queue    scancel, wait until it is gone, journal `cancelled` under the run's lock
     its job is gone                   journal `cancelled` under the lock
     its job runs                      a Request in its directory: its supervisor stops the ranks, and journals
+    its setup lines run               the same Request, then scancel, or a signal to them
     a sweep's loop runs here          a file beside the loop's lock: the loop starts nothing more
 
 A supervisor alone writes the journal while its job lives, so that the third way ends with the second at worst.
@@ -11,8 +12,11 @@ A supervisor alone writes the journal while its job lives, so that the third way
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from jobkit.cli.arguments import add_runs, chosen, confirmed, way_out, worst
@@ -20,20 +24,25 @@ from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, NoSuchRun
 from jobkit.log import log
 from jobkit.run.disk import Looks
 from jobkit.run.files import user_name
-from jobkit.run.journal import Journal, read_status
+from jobkit.run.journal import Journal, known_status
 from jobkit.run.records import Cancelled
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import runs_dir_of, sweep_cancel_file, sweep_file, sweep_lock
 from jobkit.run.view import LOST, View, view, views
 from jobkit.slurm import jobs
 from jobkit.supervisor import notify
-from jobkit.usage import show_examples, to_continue
+from jobkit.usage import show_examples, to_continue, to_type
+from jobkit.worker import processes
 
 PATIENCE_SECONDS = 180.0
 """How long a supervisor may take: its ranks get 90 s after the last progress of a save, and it may be starting."""
 
 KILLED_SECONDS = 30.0
 """The same where the ranks are killed."""
+
+START_SECONDS = 15.0
+"""How long a job that has begun nothing may take to hear of the cancel: its supervisor imports. Then its setup lines
+are ended."""
 
 LOOK_SECONDS = 0.1
 ASK_SECONDS = 2.0
@@ -91,7 +100,7 @@ def cancel(runs: Sequence[RunDir], *, grace: bool = True) -> Iterator[tuple[int,
     if waiting:
         log.info("waiting until %s", "the ranks have saved and ended" if grace else "the ranks have ended")
     deadline, ask_at, unfinished = time.monotonic() + (PATIENCE_SECONDS if grace else KILLED_SECONDS), 0.0, [-1]
-    looks = Looks()
+    looks, ask_supervisor_until = Looks(), time.monotonic() + (START_SECONDS if grace else 0.0)
     while waiting and time.monotonic() < deadline:
         is_due = time.monotonic() >= ask_at
         if is_due:
@@ -100,7 +109,7 @@ def cancel(runs: Sequence[RunDir], *, grace: bool = True) -> Iterator[tuple[int,
             if grace and unfinished != before_that:  # a large model saves
                 deadline = time.monotonic() + PATIENCE_SECONDS
         # A controller that is away takes 9 s to say so: what the supervisor journals is not to wait for that.
-        read = [(before, looks.at(read_status, before.run)) for before in waiting]
+        read = [(before, looks.at(known_status, before.run)) for before in waiting]
         over = [before for before, status in read if status and ((is_due and before.answered) or status.is_over)]
         for before, now in zip(over, looks.at(views, [before.run for before in over]) or (), strict=False):
             is_ours = now.status.person_submission == before.status.person_submission
@@ -116,14 +125,24 @@ def cancel(runs: Sequence[RunDir], *, grace: bool = True) -> Iterator[tuple[int,
             elif now.is_over:
                 waiting.remove(before)
                 yield EXIT_FINISHED, _outcome(now)
-            elif now.is_pending:  # its attempt ended meanwhile, and the run is in the queue again
-                jobs.cancel(str(now.job_id))
+            elif now.is_pending or (now.status.state == "queued" and time.monotonic() >= ask_supervisor_until):
+                _end_job(now, signal.SIGTERM if grace else signal.SIGKILL)
         time.sleep(LOOK_SECONDS)
     for before in waiting:
         if grace or before.answered:
             yield EXIT_FAILED, _unanswered(before.run)
         else:  # its cluster may be gone for good; a job of it that lives is fenced off by the next submission
             yield EXIT_FINISHED, _outcome(_settle(before, is_unheard=True))
+
+
+def _end_job(now: View, number: int) -> None:
+    """End a job without ranks: it is in the queue again, or its setup lines run, and no supervisor hears a request."""
+    if now.job is not None:
+        jobs.cancel(now.job.job_id)
+        return
+    for pid in processes.with_variables(f"JOBKIT_TOKEN={now.status.token}"):
+        with suppress(ProcessLookupError):
+            os.killpg(os.getpgid(pid), number)
 
 
 def _settle(now: View, *, is_unheard: bool = False) -> View:
@@ -161,5 +180,7 @@ def _unanswered(run: RunDir) -> str:
     if not now.answered:
         return f"{run.name} is still {now.standing}; {way_out(now)}"
     is_local = submitted is None or submitted.scheduler == "local"
-    job = f"kill {lease.pid} on {lease.host}" if is_local and lease is not None else f"scancel {now.job_id}"
+    job = f"scancel {now.job_id}"
+    if is_local:
+        job = f"kill {lease.pid} on {lease.host}" if lease is not None else to_type("cancel", run.path, "--no-grace")
     return f"{run.name} is still {now.state}: it was asked to stop; to end its job: {job}; its output: {run.job_log}"

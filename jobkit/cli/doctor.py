@@ -163,14 +163,14 @@ def _machine() -> Iterator[Check]:
 def _container(container: ContainerConfig, runs_dir: Path) -> Iterator[Check]:
     """Start a Python in the container here: the nodes of a cluster have the same image."""
     from jobkit.supervisor.container import command
-    from jobkit.supervisor.diagnosis import last_line
+    from jobkit.supervisor.diagnosis import last_lines
 
     words = command(container, runs_dir, "check")
     if shutil.which(words[0]) is None or not container.prefix:
         yield Check("warning", "the container cannot be started here", "the first second of a job tells if it is fit")
         return
     done = subprocess.run(words, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
-    said = last_line(done.stdout if done.returncode == 0 else done.stderr or done.stdout) or "no word"
+    said = last_lines(done.stdout if done.returncode == 0 else done.stderr or done.stdout) or "no word"
     yield Check("problem" if done.returncode else "ok", f"container: {said}")
 
 

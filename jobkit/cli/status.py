@@ -155,8 +155,10 @@ def describe(view: View, progress: Progress | None, now: float) -> list[str]:
         lines.append(f"it cannot be continued{f'; {HINT}' if run.final.exists() else ''}")
     elif state in ("interrupted", "failed", "cancelled", LOST):
         is_ours = status.submitted is None or status.submitted.launcher is None
-        how = ", with the code as it was submitted" if is_ours else ""
-        lines.append(f"to continue it{how}: {to_continue(run.path, status.submitted)}")
+        how = "to continue it, with the code as it was submitted" if is_ours else "to continue it"
+        if is_ours and state == "failed":
+            how = "once that is mended: the command that submitted it; with the code and the YAML as they were"
+        lines.append(f"{how}: {to_continue(run.path, status.submitted)}")
     if is_failure or not view.is_over:
         lines.append(f"its output: {to_type('logs', run.path, *[] if view.is_over else ['-f'])}")
     return lines

@@ -12,7 +12,7 @@ from jobkit.duration import parse_seconds
 from jobkit.errors import NoSuchRun
 from jobkit.log import log
 from jobkit.run.disk import Looks
-from jobkit.run.journal import read_status
+from jobkit.run.journal import known_status
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import absent_runs, runs_dir_of, sweep_file, sweep_lock
 from jobkit.run.status import Status
@@ -90,7 +90,7 @@ def ended(
         is_due = time.monotonic() >= ask_at
         if is_due:
             ask_at = time.monotonic() + ASK_SECONDS
-        read = [(run, status) for run in waiting if (status := looks.at(read_status, run)) is not None]
+        read = [(run, status) for run in waiting if (status := looks.at(known_status, run)) is not None]
         for run, status in read:
             on_look(run, status)
         for view in looks.at(look, [(run, status) for run, status in read if is_due or status.is_over]) or ():

@@ -42,7 +42,7 @@ class Journal:
 
     def refresh(self) -> None:
         """Read the status again: a submission may have appended under the run's lock."""
-        self.status = read_status(self.run)
+        self.status = known_status(self.run)
         for event in self._pending:
             self.status = fold(self.status, event)
 
@@ -123,6 +123,14 @@ def read_status(run: RunDir) -> Status:
     for event in events(run):
         status = fold(status, event)
     return status if status.submitted is not None else older.read(run) or status
+
+
+def known_status(run: RunDir) -> Status:
+    """Return the Status of a run that was there before. Raises OSError if its directory is gone, as of a mount."""
+    status = read_status(run)
+    if status.submitted is None:
+        run.refuse_absence()
+    return status
 
 
 _DECODER = json.JSONDecoder()

@@ -17,6 +17,7 @@ runs/.code/<digest>/                         code snapshots, shared by runs
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import re
 from contextlib import suppress
@@ -159,6 +160,11 @@ class RunDir:
         """Return whether the run has been made, by whichever host."""
         return is_there(self.config_file)
 
+    def refuse_absence(self) -> None:
+        """Raise OSError for a run that has been made and is not there: an empty mount point says nothing about it."""
+        if not self.exists():
+            raise OSError(errno.ESTALE, "the run directory is not there", self.folder)
+
     def refuse_foreign(self) -> None:
         """Raise InputError if another user wrote files that would run as this user; a group may own the directory."""
         for path in (self.config_file, self.pickle_file, self.code):
@@ -176,6 +182,7 @@ class RunDir:
         try:
             return records.of(Lease, json.loads(read_fresh(self.lease_file)))
         except FileNotFoundError:
+            self.refuse_absence()
             return None
 
     def contact(self) -> Contact | None:

@@ -44,6 +44,12 @@ def masked(value: Any, name: str = "") -> Any:
     return MASK if isinstance(value, str) and not _OPEN.fullmatch(value) and is_secret(name) else value
 
 
+def masked_word(word: str) -> str:
+    """Return `key=value` as it may be shown."""
+    key, sign, value = word.partition("=")
+    return f"{key}{sign}{masked(value, key)}"
+
+
 def masked_status(status: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of status.json with the params as they may be shown."""
     submitted = status.get("submitted") or {}

@@ -16,7 +16,7 @@ from jobkit.display import Display
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE
 from jobkit.run.chain import waits_for
 from jobkit.run.disk import Looks
-from jobkit.run.journal import read_status
+from jobkit.run.journal import known_status, read_status
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Attempt, Status, next_try
 from jobkit.run.tail import Tail
@@ -140,7 +140,7 @@ def _show(run: RunDir, process: subprocess.Popen[bytes], signals: Signals, follo
     look_at, turn_shown, looks = time.monotonic() + AGAIN_SECONDS, "", Looks()
     while process.poll() is None or (now := looks.at(ended, run)) is None:
         kills = len(signals.received) > 1
-        status = read_status(run) if kills else looks.at(read_status, run)  # a second Ctrl-C waits for no disk
+        status = read_status(run) if kills else looks.at(known_status, run)  # a second Ctrl-C waits for no disk
         if status is not None and signals.received:
             stop.ask(status, kills=kills)
         elif status is not None and status.open_attempt is None and time.monotonic() >= look_at:
@@ -195,7 +195,7 @@ def follow(run: RunDir) -> int:
     before: tuple[str, int] | None = None
     try:
         while True:
-            if (status := looks.at(read_status, run)) is not None:
+            if (status := looks.at(known_status, run)) is not None:
                 place = (status.state, len(status.attempts))
                 is_due = place != before or time.monotonic() >= ask_at
                 if is_due and (now := looks.at(view, run)) is not None:

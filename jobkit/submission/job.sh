@@ -59,7 +59,7 @@ jobkit_count() {
 # The run ends here, and no supervisor says so: run the command of --notify, which must be the user's own.
 jobkit_give_up() {
     [ ! -O "$jobkit_run/notify" ] || JOBKIT_RUN=$jobkit_run JOBKIT_NAME=${jobkit_run##*/} JOBKIT_STATE=lost \
-        JOBKIT_ERROR=$1 JOBKIT_TEXT="${jobkit_run##*/}: lost: $1" timeout 60 sh "$jobkit_run/notify" </dev/null 9>&-
+        JOBKIT_ERROR=$1 JOBKIT_TEXT="${jobkit_run##*/}: lost: $1" timeout 60 bash "$jobkit_run/notify" </dev/null 9>&-
     exit 1
 }
 
@@ -134,13 +134,17 @@ jobkit_serve() {
     exit "$code"
 }
 
+jobkit_log_size() {
+    { wc -c <"$jobkit_log"; } 2>/dev/null || echo 0
+}
+
 # A setup line has failed: a module that does not load must not train without it. The supervisor journals that, and
 # tries another node.
 jobkit_setup_failed() {
     set +eu
     trap : TERM
     trap - EXIT
-    export JOBKIT_SETUP_FAILED="$jobkit_said $1 $jobkit_line"
+    export JOBKIT_SETUP_FAILED="$jobkit_said $(jobkit_log_size) $1 $jobkit_line"
     jobkit_serve
 }
 
@@ -154,8 +158,7 @@ trap 'jobkit_setup_failed $?' EXIT # a line of the user's may exit, as ${DATA:?}
 # `source FILE`, with redirections: not with arguments, as `source activate ENV` has, whose status tells.
 jobkit_source='^ *(source|\.) +("[^"]+"|'"'[^']+'"'|[^] ;&|<>]+) *(([0-9]*|&)>>?&? *[^ ;&|<>]+ *)*;? *$'
 for jobkit_line in "${jobkit_setup[@]}"; do
-    # Where the words of this line begin.
-    { jobkit_said=$(wc -c <"$jobkit_log"); } 2>/dev/null || jobkit_said=0
+    jobkit_said=$(jobkit_log_size) # where the words of this line begin
     # The status of the line counts, as in the user's own shell: no `set -e` for what it sources.
     eval "$jobkit_line" 9>&- || {
         jobkit_code=$?

@@ -9,6 +9,7 @@ begin lock, and the journal takes events from the holder of the lease alone: a p
 
 from __future__ import annotations
 
+import errno
 import secrets
 import socket
 import time
@@ -76,11 +77,11 @@ def begin(tenure: Tenure, nodes: list[str], ranks: int) -> int:
         _refuse(journal.status, me, None)
         _checked(run, me, run.refuse_foreign)  # somebody may have written there since: each try would end in its ranks
         assert journal.status.open_attempt is None, "the last attempt is not closed"
-        last = journal.status.attempt
-        number = last.number + 1 if last is not None else 1
         if (request := cancel_of(journal.status, run)) is not None:
             journal.append(Cancelled(user=request.user))
             raise _over(journal.status)
+        began = _next_attempt(tenure, nodes, ranks)
+        number = began.attempt
         run.logs(number).mkdir(parents=True, exist_ok=True)
         run.ends_folder(number).mkdir(parents=True, exist_ok=True)
         tenure.write_lease(number)  # before the journal: from here on ranks of an older attempt publish nothing
@@ -89,19 +90,23 @@ def begin(tenure: Tenure, nodes: list[str], ranks: int) -> int:
             is_open = stale is not None and stale.submission == journal.status.person_submission
             if stale is not None and not (kind == "cancel" and is_open):  # such a cancel came just now
                 run.request_file(kind).unlink(missing_ok=True)
-        began = Began(
-            attempt=number,
-            token=me.token,
-            job_id=me.job_id,
-            restart=me.restart,
-            how=_how(me, last, journal.status),
-            nodes=nodes,
-            ranks=ranks,
-            host=socket.gethostname(),
-        )
         journal.append(began)
         run.failed_starts.unlink(missing_ok=True)  # last: until then the job script counts this start as failed
         return number
+
+
+def _next_attempt(tenure: Tenure, nodes: list[str], ranks: int) -> Began:
+    me, status = tenure.me, tenure.journal.status
+    return Began(
+        attempt=status.attempt.number + 1 if status.attempt is not None else 1,
+        token=me.token,
+        job_id=me.job_id,
+        restart=me.restart,
+        how=_how(me, status.attempt, status),
+        nodes=nodes,
+        ranks=ranks,
+        host=socket.gethostname(),
+    )
 
 
 def _how(me: Me, last: Attempt | None, status: Status) -> Literal["start", "in place", "requeue", "resume"]:
@@ -181,7 +186,10 @@ def _over(status: Status) -> NotRunnable:
 def _take_lease(run: RunDir, me: Me, attempt: int) -> Tenure:
     """Become the one writer. Raises NotRunnable where another user wrote the config, or the job lacks a variable."""
     _checked(run, me, run.refuse_foreign)
-    config = _checked(run, me, run.config)
+    try:
+        config = run.config() if attempt else _checked(run, me, run.config)
+    except InputError as error:  # ranks live: they are no reason to give up, and a person may mend the file
+        raise OSError(errno.ESTALE, str(error)) from error
     tenure = Tenure(run=run, config=config, me=me, journal=Journal(run, secrets.token_hex(8)))
     tenure.write_lease(attempt)
     return tenure
@@ -222,6 +230,8 @@ def _leave(tenure: Tenure) -> Decision:
     """
     me, journal = tenure.me, tenure.journal
     word = me.word()
+    if journal.status.open_attempt is None and word == "timeout":  # of setup lines: else it would have no budget
+        journal.append(_next_attempt(tenure, [], 0))
     if journal.status.open_attempt is not None:
         decision = end_attempt(tenure, Facts(word=word), Room(requeue=way_back(me.job)))
     elif word == "cancelled":

@@ -295,20 +295,21 @@ def _gib(size: int | None) -> str:
     return f"{(size or 0) / 2**30:.2f} GiB"
 
 
-def last_words(log: Path, after: int = 0) -> str:
+def last_words(log: Path, begin: int = 0, end: int | None = None, lines: int = 1) -> str:
     """Return the last line of a rank's stderr, which of a traceback names the error; empty where there is none.
 
-    Bytes before the position `after` are somebody else's.
+    Only the bytes from `begin` to `end` count. `lines` returns so many of the last ones, with ` / ` between them.
     """
     try:
         with log.open("rb") as file:
-            file.seek(max(after, file.seek(0, os.SEEK_END) - 2 * SAID_CHARACTERS))
-            return last_line(file.read().decode(errors="replace"))[-SAID_CHARACTERS:]
+            end = file.seek(0, os.SEEK_END) if end is None else end
+            begin = file.seek(max(begin, end - 2 * SAID_CHARACTERS))
+            return last_lines(file.read(end - begin).decode(errors="replace"), lines)[-SAID_CHARACTERS:]
     except OSError:  # a rank that died before its log was made
         return ""
 
 
-def last_line(text: str) -> str:
-    """Return the last line that is not blank, without colours: apptainer's last line of an error ends its colour."""
-    lines = (line.strip() for line in reversed(COLOUR.sub("", text).splitlines()))
-    return next(filter(None, lines), "").removeprefix("jobkit: ")
+def last_lines(text: str, count: int = 1) -> str:
+    """Return the last lines that are not blank, without colours and other signs that steer a terminal."""
+    lines = ("".join(filter(str.isprintable, line)).strip() for line in COLOUR.sub("", text).splitlines())
+    return " / ".join([line.removeprefix("jobkit: ") for line in lines if line][-count:])

@@ -360,13 +360,14 @@ class Supervisor:
             while self._may_be_ended():
                 self._turn()
         elif facts.lost_nodes or facts.failed_setup or (facts.asked is not None and facts.asked[0] == "killed"):
-            self._wait_for_word(self._unclear_since, ANSWER_SECONDS)
+            # The other node of a setup line comes by Slurm alone, and no rank waits meanwhile.
+            self._wait_for_word(self._unclear_since, math.inf if facts.failed_setup else ANSWER_SECONDS)
             if self.look.asked >= self._unclear_since:  # else silence, which is no answer
                 running.keep_nodes({lost.node for lost in facts.lost_nodes} - self.look.down - self.starter.lost)
         self.starter.lost |= {lost.node for lost in facts.lost_nodes}
         facts.word = self.look.cause
         room = self.allocation.room(self.tenure, self.look, self.starter.placement)
-        decision = attempts.close(self.tenure, facts, room)
+        decision = self._once_there_is_room(lambda: attempts.close(self.tenure, facts, room))
         log.info("attempt %d ended: %s (%s)", running.attempt, decision.reason, decision.action)
         ended = self.tenure.journal.status.attempt
         if ended is not None and ended.ended is not None and ended.ended.cause == "disk":

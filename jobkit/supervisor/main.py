@@ -19,6 +19,7 @@ from jobkit.run.disk import may_return
 from jobkit.run.journal import read_status
 from jobkit.run.machine import raise_open_files
 from jobkit.run.rundir import RunDir
+from jobkit.run.secrets import masked_word
 from jobkit.supervisor import chain, notify
 from jobkit.supervisor.allocation import Allocation
 from jobkit.supervisor.attempt import take_over
@@ -30,6 +31,8 @@ from jobkit.supervisor.tenure import Me, NotRunnable
 T = TypeVar("T")
 
 EXIT_NO_ROOM = 4
+
+SAID_LINES = 8
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -80,12 +83,15 @@ def _this_job(run: RunDir, scheduler: str) -> Me:
 
 
 def _failed_setup(run: RunDir, me: Me) -> FailedSetup | None:
-    """Return the setup line that failed in this start of the job, by job.sh's words, with its last line of output."""
+    """Return the setup line that failed in this start of the job, by job.sh's words, with its last lines of output:
+    the last one alone may be a hint, as that of `module load`."""
     if "JOBKIT_SETUP_FAILED" not in os.environ:
         return None
-    begin, code, line = os.environ.pop("JOBKIT_SETUP_FAILED").split(" ", 2)
-    said = re.sub(r"^\S+: line \d+: ", "", last_words(run.job_log, after=int(begin or 0)))  # bash names the script
-    words = ": ".join(filter(None, [line.partition("\n")[0], said]))
+    begin, end, code, line = os.environ.pop("JOBKIT_SETUP_FAILED").split(" ", 3)
+    said = last_words(run.job_log, int(begin), int(end), lines=SAID_LINES)
+    said = re.sub(r"(^| / )\S+: line \d+: ", r"\1", said)  # bash names the script
+    typed = re.sub(r"\w+=[^\s;]+", lambda match: masked_word(match[0]), line.partition("\n")[0])
+    words = ": ".join(filter(None, [typed, said]))
     return FailedSetup(node=me.node, words=f"{words} (exit code {code})")
 
 

@@ -19,11 +19,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 HINTS = {
-    "ctx.backward": "a batch is (inputs, target), as next(loader) gives it: ctx.backward(model, (x, y), loss)",
-    "ctx.log": "values belong to the step that runs, ctx.step",
-    "jobkit.init": "the GPUs of a rank are resources.gpus_per_task of a YAML; without one a rank takes one GPU",
+    "ctx.backward: too many": "a batch is (inputs, target), as of next(loader): ctx.backward(model, (x, y), loss)",
+    "ctx.log: too many": "values belong to the step that runs, ctx.step",
+    "jobkit.init: got an unexpected keyword argument 'gpus'": "a rank has resources.gpus_per_task of a YAML, or one",
 }
-"""For calls of the second edition."""
+"""For calls of the second edition, by the beginning of the line."""
 
 
 def fitting(
@@ -62,5 +62,7 @@ def _mistake(name: str, function: Callable[..., Any], words: Any, options: Any) 
     except TypeError as error:
         parameters = [item for item in signature.parameters.values() if item.name != "self"]
         shown = inspect.Signature([item.replace(annotation=item.empty) for item in parameters])
-        return "; ".join(filter(None, [f"{name}: {error}", f"it is {name}{shown}", HINTS.get(name)]))
+        line = f"{name}: {error}"
+        hints = [hint for beginning, hint in HINTS.items() if line.startswith(beginning)]
+        return "; ".join([line, f"it is {name}{shown}", *hints])
     return ""

@@ -124,7 +124,9 @@ def _in_a_line(error: BaseException) -> str:
     words = str(error).strip()
     if "Traceback (most recent call last):" in words:
         return words.splitlines()[-1]
-    return f"{type(error).__name__}: {words if _is_said(error) else words.partition(chr(10))[0]}".rstrip(": ")
+    where = place_of(error).partition(" at ")[2] if isinstance(error, UsageError) else ""  # it has no traceback
+    said = f"{words} ({where})" if where else words if _is_said(error) else words.partition(chr(10))[0]
+    return f"{type(error).__name__}: {said}".rstrip(": ")
 
 
 def out_of_memory(error: BaseException) -> str | None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,6 +132,31 @@ def test_a_supervisor_whose_config_is_away_or_of_another_jobkit_goes_on(project:
     launch.end_training().wait_until_over()
     assert (launch.status.state, launch.causes) == ("finished", ["finished"])
     assert "not keys of this jobkit, and ignored: verify_every" in launch.run.job_log.read_text()
+
+
+def test_a_runs_directory_that_is_gone_for_some_seconds_takes_no_run(project: Project, tmp_path: Path) -> None:
+    """As an automounter's, or after a lazy umount: there is an empty folder meanwhile."""
+    real, runs = tmp_path / "real", project.folder / "runs"
+    real.mkdir()
+    runs.mkdir()
+    if subprocess.run(["mount", "--bind", str(real), str(runs)], capture_output=True).returncode:
+        pytest.skip("only root can mount")
+    try:
+        launch = project.submit("--local", "--detach", "resources.tasks_per_node=2", steps=100_000).wait_for_step(20)
+        waiting = project.start("wait", launch.run.name)
+        supervisor, page = launch.supervisor_pid, launch.page(1)
+        subprocess.run(["umount", "--lazy", str(runs)], check=True)
+        step = page.read().step
+        launch_again = project.launch(real / launch.run.name)
+        launch_again.kill_rank(0)
+        time.sleep(3.0)  # its end cannot be journalled meanwhile
+        subprocess.run(["mount", "--bind", str(real), str(runs)], check=True)
+        launch.wait_for_attempt(2).wait_for_step(step)
+        assert (launch.supervisor_pid, launch.causes, waiting.poll()) == (supervisor, ["killed"], None)
+        launch.end_training().wait_until_over()
+        assert (launch.status.state, waiting.wait()) == ("finished", 0)
+    finally:
+        subprocess.run(["umount", "--lazy", str(runs)], check=False)
 
 
 @pytest.fixture

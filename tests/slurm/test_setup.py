@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+import pytest
 from harness.runs import Project, wait_until
 from slurmbox import Cluster
 
@@ -44,6 +45,18 @@ def test_setup_here(project: Project) -> None:
     words = failed.stdout + failed.stderr
     assert (failed.returncode, MISSING in words, "Traceback" in words) == (1, True, False)
     assert (project.folder / "told").read_text() == f"failed {MISSING}\n"
+
+
+@pytest.mark.parametrize("grace", [[], ["--no-grace"]], ids=["", "no grace"])
+def test_cancel_ends_setup_lines_that_hang(slurm: Cluster, on_slurm: Callable[..., Project], grace: list[str]) -> None:
+    project = on_slurm(slurm)
+    for where in ("local", "slurm"):
+        with_setup(project, f"touch begun-{where}, sleep 1000")
+        launch = project.submit("--cluster", where, *([] if where == "slurm" else ["--detach"]), f"name=hangs-{where}")
+        wait_until((project.folder / f"begun-{where}").exists, "the setup")
+        project.jobkit("cancel", "-y", *grace, launch.run.name)
+        assert launch.status.state == "cancelled"
+    wait_until(lambda: not slurm.command("squeue", "-h", "--name", launch.run.name), "the end of the job")
 
 
 def test_setup_on_slurm(make_slurm: Callable[..., Cluster], on_slurm: Callable[..., Project]) -> None:

@@ -331,6 +331,32 @@ def test_a_run_that_is_not_on_this_node_is_not_taken_for_one_that_another_job_ru
     assert list(tmp_path.iterdir()) == []
 
 
+def test_setup_lines_that_take_all_of_the_time_have_a_budget(run: RunDir) -> None:
+    decisions = []
+    for restart in range(3):
+        job = slurm("COMPLETING", restarts=restart, reason="TimeLimit", end=time.time())
+        try:
+            decision = take_over(run, me(restart=restart, job=job)).decision
+            assert decision is not None
+            decisions.append(decision.action)
+        except NotRunnable as error:
+            decisions.append(f"exit {error.exit_code}")
+    assert decisions == ["requeue", "requeue", f"exit {EXIT_RUN_FAILED}"]
+    assert (read_status(run).state, [attempt.began.ranks for attempt in read_status(run).attempts]) == (
+        "failed",
+        [0] * 3,
+    )
+
+
+def test_a_run_directory_that_is_gone_is_away_and_taken_by_nobody(run: RunDir) -> None:
+    tenure = started(run)
+    run.path.rename(run.path.with_name("elsewhere"))
+    for look in (tenure.check_lease, tenure.journal.refresh):
+        with pytest.raises(OSError, match="not there") as error:
+            look()
+        assert error.value.errno == errno.ESTALE
+
+
 def test_a_cancel_holds_for_the_job_that_follows(run: RunDir) -> None:
     """It came between the end of an attempt and the successor of its job, which has a token of its own."""
     ask_for(run, "cancel")

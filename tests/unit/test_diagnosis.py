@@ -151,6 +151,15 @@ DIAGNOSES: list[tuple[str, Facts, Sequence[End], tuple[Cause, int | None, str | 
 ]
 
 
+def test_of_a_log_only_the_bytes_of_a_setup_line_count(tmp_path: Path) -> None:
+    log = tmp_path / "job.log"
+    log.write_text("before\n\x1b[31mno module cuda/99\x1b[0m\n\nsee \x1b]0;title\x07 spider\njobkit: after\n")
+    begin, end = log.read_text().index("\x1b"), log.read_text().index("jobkit")
+    assert last_words(log, begin, end, lines=8) == "no module cuda/99 / see ]0;title spider"
+    assert last_words(log, end, end, lines=8) == ""
+    assert last_words(log) == "after"
+
+
 def test_a_setup_line_that_a_signal_of_slurm_ends_is_not_to_blame() -> None:
     assert verdict(Facts(failed_setup=SETUP, word="preempted")).cause == "preempted"
 

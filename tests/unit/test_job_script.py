@@ -150,7 +150,7 @@ def test_a_setup_line_that_fails_is_told_to_the_supervisor_and_else_starts_the_j
     lines = ["true", line, "echo not reached"]
     told = job("begin 3", setup=lines, teardown=["echo not reached"])
     assert (told.code, len(told.supervisors), told.slurm) == (1, 1, [])
-    assert re.search(rf" SETUP=0 \d+ {re.escape(line)}$", told.supervisors[0])
+    assert re.search(rf" SETUP=0 0 \d+ {re.escape(line)}$", told.supervisors[0])
     done = job("1", "1", "1", setup=lines)  # Python itself may be what the line does not find
     assert (done.code, len(done.supervisors)) == (1, 4)
     assert f"setup: {line}" in done.output
