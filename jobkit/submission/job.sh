@@ -144,7 +144,8 @@ jobkit_setup_failed() {
     set +eu
     trap : TERM
     trap - EXIT
-    export JOBKIT_SETUP_FAILED="$jobkit_said $(jobkit_log_size) $1 $jobkit_line"
+    JOBKIT_SETUP_FAILED="$jobkit_said $(jobkit_log_size) $1 $jobkit_line"
+    export JOBKIT_SETUP_FAILED
     jobkit_serve
 }
 
