@@ -134,6 +134,16 @@ def test_a_supervisor_whose_config_is_away_or_of_another_jobkit_goes_on(project:
     assert "not keys of this jobkit, and ignored: verify_every" in launch.run.job_log.read_text()
 
 
+NOTES_THAT_IT_WAITS = """
+from jobkit.cli import wait
+ended = wait.ended
+def noted(*words, **options):
+    open("waits", "w").close()
+    return ended(*words, **options)
+wait.ended = noted
+"""
+
+
 def test_a_runs_directory_that_is_gone_for_some_seconds_takes_no_run(project: Project, tmp_path: Path) -> None:
     """As an automounter's, or after a lazy umount: there is an empty folder meanwhile."""
     real, runs = tmp_path / "real", project.folder / "runs"
@@ -143,7 +153,9 @@ def test_a_runs_directory_that_is_gone_for_some_seconds_takes_no_run(project: Pr
         pytest.skip("only root can mount")
     try:
         launch = project.submit("--local", "--detach", "resources.tasks_per_node=2", steps=100_000).wait_for_step(20)
+        project.begin_with("wait", NOTES_THAT_IT_WAITS)
         waiting = project.start("wait", launch.run.name)
+        wait_until((project.folder / "waits").exists, "the command to know the run")
         supervisor, page = launch.supervisor_pid, launch.page(1)
         subprocess.run(["umount", "--lazy", str(runs)], check=True)
         step = page.read().step
