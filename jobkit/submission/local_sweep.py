@@ -157,5 +157,5 @@ class _Loop:
         words = now.status.result if now.state == "finished" else now.words
         print(f"{now.run.name}: {now.state}{f', {words}' if words else ''}", flush=True)
         self.states.append(now.state)
-        cannot_start = now.state == LOST and process.returncode == EXIT_FAILED  # setup lines
+        cannot_start = now.state == LOST and process.returncode == EXIT_FAILED  # no supervisor could start
         self.codes.append(EXIT_FAILED if cannot_start else now.exit_code)
