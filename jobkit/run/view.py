@@ -158,6 +158,8 @@ def _view(run: RunDir, status: Status, jobs: _Jobs, locked: bool) -> View:
     if not alive and not locked and _is_held(run.submit_lock()):
         alive = True  # its submission is being made
     if answered and not alive and (now := read_status(run)) != status:
+        if now.submitted is None:  # its directory went away during the question, as of a mount: that says nothing
+            return View(run, status, None, answered=False)
         return View(run, now, None, answered=now.state not in UNDER_WAY)  # it went on during the question
     return View(run, status, job, answered, alive)
 

@@ -12,10 +12,10 @@ from harness.journals import TOKEN, began, ended, finished, make_run, submitted
 
 from jobkit.errors import InputError, NoSuchRun, SchedulerTimeout
 from jobkit.run import runs
-from jobkit.run.journal import Journal
+from jobkit.run.journal import Journal, read_status
 from jobkit.run.locks import Lock
 from jobkit.run.rundir import RunDir
-from jobkit.run.view import View, view, views
+from jobkit.run.view import View, look, view, views
 from jobkit.slurm import commands, jobs
 from jobkit.slurm.jobs import Job
 from jobkit.slurm.pending import explain_reason
@@ -197,6 +197,14 @@ def test_a_local_run_lives_as_long_as_its_lock_is_held(tmp_path: Path) -> None:
     assert (view(run).state, view(run).is_over) == ("lost", True)
     with run.submit_lock():  # a submission is about to start its job
         assert (view(run).state, view(run, locked=True).state) == ("running", "lost")
+
+
+def test_a_run_directory_that_goes_away_during_a_look_is_not_over(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "toy-11f5f19c", submitted(), began())
+    status = read_status(run)
+    run.path.rename(tmp_path / "elsewhere")  # as by a mount that ends between the journal and the lock
+    now = look([(run, status)])[0]
+    assert (now.state, now.answered, now.is_over) == ("running", False, False)
 
 
 @pytest.mark.parametrize(
