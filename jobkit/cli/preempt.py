@@ -9,7 +9,7 @@ from jobkit.cli.arguments import add_runs, confirmed, each
 from jobkit.cli.cancel import LOOK_SECONDS, PATIENCE_SECONDS
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, JobkitError
 from jobkit.run.disk import Looks
-from jobkit.run.journal import read_status
+from jobkit.run.journal import known_status
 from jobkit.run.rundir import RunDir
 from jobkit.run.view import LOST, view
 from jobkit.usage import show_examples, to_continue, to_type
@@ -34,7 +34,7 @@ def _preempt(run: RunDir, *, grace: bool) -> int:
     run.ask("preempt", now.status, None if grace else 0.0)
     deadline = time.monotonic() + PATIENCE_SECONDS
     looks, number = Looks(), attempt.number
-    while (ended := looks.at(lambda: read_status(run).attempts[number - 1].ended)) is None:
+    while (ended := looks.at(lambda: known_status(run).attempts[number - 1].ended)) is None:
         if time.monotonic() > deadline:
             print(f"{run.name} was asked to stop and has not yet; {to_type('status', run.path)}")
             return EXIT_FAILED

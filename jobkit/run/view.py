@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, SchedulerError
 from jobkit.log import log
 from jobkit.run.files import user_name
-from jobkit.run.journal import read_status
+from jobkit.run.journal import known_status, read_status
 from jobkit.run.locks import Lock
 from jobkit.run.records import Submitted
 from jobkit.run.rundir import RunDir
@@ -126,6 +126,11 @@ class View:
 def view(run: RunDir, *, locked: bool = False) -> View:
     """Return how a run is now. `locked`: the caller holds its submit lock, so that no other submission is under way."""
     return look([(run, read_status(run))], locked=locked)[0]
+
+
+def known_view(run: RunDir) -> View:
+    """Return how a run is that was there before. Raises OSError if its directory is gone, as of a mount."""
+    return look([(run, known_status(run))])[0]
 
 
 def views(runs: Iterable[RunDir]) -> list[View]:

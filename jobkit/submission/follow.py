@@ -20,7 +20,7 @@ from jobkit.run.journal import known_status, read_status
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Attempt, Status, next_try
 from jobkit.run.tail import Tail
-from jobkit.run.view import LOST, View, view
+from jobkit.run.view import LOST, View, known_view
 from jobkit.submission.signals import Signals
 from jobkit.supervisor.devices import turns
 from jobkit.usage import to_type
@@ -132,7 +132,7 @@ def follow_local(run: RunDir, process: subprocess.Popen[bytes], signals: Signals
 
 def ended(run: RunDir) -> View | None:
     """Return the view of a local run whose job script has ended; None while its supervisor lives on."""
-    return None if run.alive_lock().is_held() else view(run)
+    return None if run.alive_lock().is_held() else known_view(run)
 
 
 def _show(run: RunDir, process: subprocess.Popen[bytes], signals: Signals, follower: Follower, stop: Stop) -> View:
@@ -198,7 +198,7 @@ def follow(run: RunDir) -> int:
             if (status := looks.at(known_status, run)) is not None:
                 place = (status.state, len(status.attempts))
                 is_due = place != before or time.monotonic() >= ask_at
-                if is_due and (now := looks.at(view, run)) is not None:
+                if is_due and (now := looks.at(known_view, run)) is not None:
                     before, ask_at = place, time.monotonic() + ASK_SECONDS
                     if now.is_over:
                         return follower.end(now)

@@ -493,6 +493,20 @@ def test_preempt_waits_for_the_end_of_the_attempt(
     assert ("jobkit resume" in shown) == (follows == "fail")
 
 
+def test_preempt_looks_again_while_the_run_directory_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path, NAME, submitted(), began())
+    away = tmp_path / "away"
+    monkeypatch.setattr(RunDir, "ask", lambda *_: run.path.rename(away))  # as by a mount that ends then
+
+    def bring_back(seconds: float) -> None:
+        away.rename(run.path)
+        Journal(run).append(ended("preempted", "in_place"))
+
+    monkeypatch.setattr(preempt.time, "sleep", bring_back)
+    with run.alive_lock():
+        assert main(["preempt", NAME]) == 0
+
+
 @pytest.mark.parametrize("verb", ["cancel", "resume", "preempt"])
 def test_several_runs_are_acted_on_only_when_a_person_agrees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str

@@ -18,7 +18,7 @@ from jobkit.run.records import Began, Cancelled, Cause, Ended, Event, Finished, 
 from jobkit.run.rundir import RunDir
 from jobkit.run.tail import Tail
 from jobkit.run.view import view
-from jobkit.submission.follow import Follower, Stop
+from jobkit.submission.follow import Follower, Stop, ended
 from jobkit.submission.signals import Signals
 
 TOKEN = "jobkit:toy-12345678:1:abcdef"
@@ -201,3 +201,9 @@ def test_a_hang_up_that_was_ignored_stays_ignored() -> None:
         ["nohup", sys.executable, "-c", script], stdin=subprocess.DEVNULL, capture_output=True, text=True
     )
     assert done.stdout == "[]\n"
+
+
+def test_a_run_directory_that_is_away_is_no_end(run: RunDir, tmp_path: Path) -> None:
+    run.path.rename(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="not there"):  # Looks makes the look again
+        ended(run)
