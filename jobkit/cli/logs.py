@@ -37,11 +37,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Print standard output to stdout and standard error to stderr; of several runs with the name before each line."""
     runs, codes = chosen(arguments), absent(arguments)
     printers = {run.path: _Printer(run, arguments, is_named=len(runs) > 1) for run in runs}
-    for printer in printers.values():
-        printer.print_new(read_status(printer.run), to_the_end=not arguments.follow)
-        if not arguments.follow:
-            printer.refuse_silence()
     if not arguments.follow:
+        for printer in printers.values():
+            printer.print_new(read_status(printer.run), to_the_end=True)
+            printer.refuse_silence()
         return EXIT_FINISHED
     for view in ended(runs, POLL_SECONDS, on_look=lambda run, status: printers[run.path].print_new(status)):
         printers[view.run.path].print_new(view.status, to_the_end=True)

@@ -22,31 +22,39 @@ def look(event, arguments):
         pathlib.Path({seen!r}, str(os.getpid())).touch()
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
 sys.addaudithook(look)
+
+import time
+def pause(seconds, sleep=time.sleep):
+    pathlib.Path({paused!r}, str(os.getpid())).touch()
+    sleep(seconds)
+time.sleep = pause
 """
-"""Lines of Python that let each look at a file of a run fail, as a file server that is started anew."""
+"""Lines of Python that let each look at a file of a run fail, as a file server that is started anew; and note each
+process that pauses between its looks."""
 
 
 class Server:
     """A file server that commands of a project depend on, and the runs themselves do not."""
 
     def __init__(self, project: Project, part: str = "/runs") -> None:
-        self.flag, self.seen = project.folder / "away", project.folder / "seen"
+        self.flag, self.seen, self.paused = (project.folder / name for name in ("away", "seen", "paused"))
         self.seen.mkdir()
-        paths = {"flag": str(self.flag), "seen": str(self.seen), "runs": str(project.folder / "runs")}
-        project.begin_with("jobkit", STALE.format(**paths, part=part))
+        self.paused.mkdir()
+        paths = {"flag": str(self.flag), "seen": str(self.seen), "paused": str(self.paused)}
+        project.begin_with("jobkit", STALE.format(**paths, runs=str(project.folder / "runs"), part=part))
 
     @contextmanager
     def away(self, *processes: subprocess.Popen[str]) -> Iterator[None]:
-        """Be away within the block, until each of these has looked, and for some seconds more."""
+        """Be away within the block, until each of these has looked, and for some seconds more. First each has begun
+        to wait for its run: a command that is still looking for its run is refused, and may be typed again."""
+        for process in processes:
+            wait_until(lambda it=process: it.poll() is not None or (self.paused / str(it.pid)).exists(), "a pause")  # type: ignore[misc]
         self.flag.touch()
         yield
         for process in processes:
-            wait_until(lambda it=process: it.poll() is not None or self._has_seen(it), "a failed look")  # type: ignore[misc]
+            wait_until(lambda it=process: it.poll() is not None or (self.seen / str(it.pid)).exists(), "a failed look")  # type: ignore[misc]
         time.sleep(AWAY_SECONDS)
         self.flag.unlink()
-
-    def _has_seen(self, process: subprocess.Popen[str]) -> bool:
-        return (self.seen / str(process.pid)).exists()
 
 
 def test_commands_that_wait_for_a_run_go_on_while_the_disk_is_away(project: Project) -> None:

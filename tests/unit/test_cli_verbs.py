@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import importlib
 import io
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,12 +23,13 @@ from typing import Any
 import pytest
 from harness.journals import START, TOKEN, began, ended, finished, make_run, submitted
 
+from jobkit.cli import arguments as arguments_of_verbs
 from jobkit.cli import cancel, preempt, wait
 from jobkit.cli.cancel import _settle
 from jobkit.cli.main import VERBS, main
 from jobkit.cli.status import describe, slow_ranks
 from jobkit.errors import SchedulerTimeout
-from jobkit.run import records
+from jobkit.run import journal, records
 from jobkit.run.files import write_json
 from jobkit.run.journal import Journal, read_status
 from jobkit.run.records import Cancelled, Event, Progress
@@ -285,6 +289,29 @@ def test_following_ends_with_the_run_and_has_its_exit_code(tmp_path: Path, capsy
         code = main(["logs", "-f", NAME])
     thread.join()
     assert (code, capsys.readouterr().out) == (1, "Schön 你\nlast\n")
+
+
+@pytest.mark.parametrize("words", [["logs", "-f"], ["wait"]])
+def test_the_first_look_of_a_command_that_waits_may_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    make_run(tmp_path, NAME, submitted(), began(), ended(), finished())
+    looks, events, verb = [], journal.events, importlib.import_module(f"jobkit.cli.{words[0]}")
+
+    def fail_once(run: RunDir) -> Iterator[Event]:
+        looks.append(run)
+        if len(looks) == 1:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return events(run)
+
+    def chosen(arguments: argparse.Namespace) -> list[RunDir]:
+        runs = arguments_of_verbs.chosen(arguments)
+        monkeypatch.setattr(journal, "events", fail_once)  # once the run is known
+        return runs
+
+    monkeypatch.setattr(verb, "chosen", chosen)
+    assert main([*words, NAME]) == 0
+    assert len(looks) > 1
 
 
 # wait
