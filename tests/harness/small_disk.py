@@ -10,12 +10,14 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import time
 from pathlib import Path
 from types import TracebackType
 
 import pytest
 
 INODES = 500
+QUIET_LOOKS = 20  # of 0.1 s: longer than the second in which a run writes its progress again
 
 
 class SmallDisk:
@@ -38,14 +40,26 @@ class SmallDisk:
             self.remove()
 
     def fill(self) -> None:
-        """Leave no block, and fill the block that the journal has begun."""
-        with pytest.raises(OSError, match="No space left"), (self.folder / "ballast").open("wb", buffering=0) as file:
+        """Leave no block, and fill the block that the journal has begun.
+
+        Once is not enough beside a run: what it was writing in that moment is taken back, and leaves its room.
+        """
+        quiet = 0
+        while quiet < QUIET_LOOKS:
+            quiet = 0 if self._take_room() else quiet + 1
+            time.sleep(0.1)
+
+    def _take_room(self) -> int:
+        """Take what is free, and return the number of bytes."""
+        taken = 0
+        with pytest.raises(OSError, match="No space left"), (self.folder / "ballast").open("ab", buffering=0) as file:
             while True:
-                file.write(bytes(4096))
+                taken += file.write(bytes(4096))
         for journal in self.folder.glob("*/events.jsonl"):
             if room := -journal.stat().st_size % 4096:
                 with journal.open("ab", buffering=0) as file:
-                    file.write(b"noise".ljust(room - 1) + b"\n")
+                    taken += file.write(b"noise".ljust(room - 1) + b"\n")
+        return taken
 
     def empty(self) -> None:
         (self.folder / "ballast").unlink()
