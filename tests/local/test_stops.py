@@ -122,12 +122,8 @@ def test_a_save_that_makes_progress_is_waited_for(project: Project) -> None:
         "jobkit.supervisor.main", "from jobkit.supervisor import allocation\nallocation.MARGIN_SECONDS = 5"
     )
     for key, is_saved in {"write_seconds": True, "save_seconds": False}.items():
-        words = (
-            "--local",
-            "--detach",
-            f"+params.{key}=10",
-            "+params.every=1000000",
-        )  # no checkpoint but that of the stop
+        # The only checkpoint is that of the stop.
+        words = ("--local", "--detach", f"+params.{key}=10", "+params.every=1000000")
         launch = project.submit(*words, steps=100_000).wait_for_step(20)
         project.jobkit("cancel", "-y", launch.run.name)
         done, saved = launch.steps_done[1][-1] + 1, launch.run.durable_step()
