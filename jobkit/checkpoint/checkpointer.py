@@ -90,6 +90,7 @@ class Checkpointer:
         slots: tuple[int, int] | None = None,
         best_mode: Literal["min", "max"] = "min",
         beat: Callable[[], None] = lambda: None,
+        note_snapshot: Callable[[int], None] = lambda step: None,
         before: int | None = None,
     ) -> None:
         """`before`: begin with a state older than this step, where there is one."""
@@ -102,7 +103,7 @@ class Checkpointer:
         self._writers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jobkit-checkpoint")
         self._write: Future[Outcome] | None = None
         self._outcomes: list[Outcome] = []
-        self.snapshots = Snapshots(slots, self.stager, place, self._thread_ranks, attempt)
+        self.snapshots = Snapshots(slots, self.stager, place, self._thread_ranks, attempt, note_snapshot)
         self.set_aside: list[tuple[int, str]] = []
         """Damaged checkpoints that were found, and why."""
         self.durable_step: int | None = None

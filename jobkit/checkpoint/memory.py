@@ -15,7 +15,7 @@ import json
 import mmap
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -132,14 +132,20 @@ class Snapshots:
     """The snapshots of one rank. `slots` are its two memfds; None where no agent made any."""
 
     def __init__(
-        self, slots: tuple[int, int] | None, stager: Stager, place: Place, ranks: RankGroup, attempt: int
+        self,
+        slots: tuple[int, int] | None,
+        stager: Stager,
+        place: Place,
+        ranks: RankGroup,
+        attempt: int,
+        note: Callable[[int], None] = lambda step: None,
     ) -> None:
+        """`note` hears the step of each snapshot that is complete on this rank."""
         self._slots = None if slots is None else tuple(map(Slot, slots))
         self._stager, self._place, self._ranks, self._attempt = stager, place, ranks, attempt
+        self._note = note
         self.complete = 0
         """The number of the newest snapshot that is complete on this rank, its neighbour's copy included."""
-        self.step: int | None = None
-        """The step of that snapshot."""
         self._number = 0
         self._first = 0
         """The slot of snapshot 1: the other one may hold the last good one of the attempt before."""
@@ -233,7 +239,8 @@ class Snapshots:
         if self._nodes > 1:
             records.append(self._exchange(slot, mine, end))
         slot.write(records)
-        self.complete, self.step = number, step
+        self._note(step)
+        self.complete = number
 
     def _exchange(self, slot: Slot, mine: Record, end: int) -> Record:
         """Send this rank's shard to the next node, and keep the one that comes from the node before."""

@@ -100,8 +100,6 @@ class Progress:
     """{done, total} in samples, during an evaluation."""
     peak_bytes: int | None = None
     """The most host memory that any rank has had resident."""
-    snapshot_step: int | None = None
-    """The newest snapshot in memory that all ranks have."""
     repeats: dict[str, Any] | None = None
     """{repeated, compared, differs_at}: the steps that the attempt before had done already."""
     warnings: list[str] = field(default_factory=list)
@@ -360,7 +358,7 @@ class Ended(Event):
     durable_step: int | None = None
     """The newest checkpoint on the disk when it ended."""
     snapshot_step: int | None = None
-    """The newest snapshot in memory, as far as it had been reported."""
+    """The newest snapshot in memory that all ranks had completed; of ranks of lost nodes nothing is known."""
     repeated: int | None = None
     compared: int | None = None
     """Steps that the attempt before had done, and how many of them logged values that could be compared."""

@@ -1,6 +1,6 @@
 """The memory that an agent keeps for each of its ranks: a page, the page of the attempt before, two slots.
 
-    agent --stop--> page <--phase, step, beat; hashes of logged values-- rank
+    agent --stop--> page <--phase, step, beat, snapshot; hashes of logged values-- rank
     rank  --snapshots of its state--> slots --> the rank of the next attempt
 
 All are memfds, so that a program that replaces the rank (`command:`) has them too. They need no disk and outlive the
@@ -29,7 +29,8 @@ SLOTS_VARIABLE = "JOBKIT_SLOTS"
 BYTES = 65536
 _STOP = struct.Struct("<I")
 _BEAT = struct.Struct("<IIqddQ")  # attempt, phase, step, time, slowest, beats
-_STOP_AT, _BEAT_AT = 0, 64  # a cache line each: the agent writes the first, the rank the second
+_SNAPSHOT = struct.Struct("<q")  # step + 1: a page of zeros has none
+_STOP_AT, _BEAT_AT, _SNAPSHOT_AT = 0, 64, 128  # a cache line each: of the agent, of the rank, of a thread of the rank
 _NOTE = struct.Struct("<qQ")  # step + 1, hash: a page of zeros has no notes
 _NOTES_AT = 4096
 NOTES = (BYTES - _NOTES_AT) // _NOTE.size
@@ -112,7 +113,17 @@ class Page:
         attempt, phase, step, moment, slowest, beats = _BEAT.unpack_from(self._memory, _BEAT_AT)
         return Beat(attempt, Phase(phase), step, moment, slowest, beats)
 
+    @property
+    def snapshot_step(self) -> int | None:
+        """The step of the newest snapshot that this rank has completed; None if there is none."""
+        step: int = _SNAPSHOT.unpack_from(self._memory, _SNAPSHOT_AT)[0] - 1
+        return step if step >= 0 else None
+
     # The rank's side
+
+    def note_snapshot(self, step: int) -> None:
+        """Note that a snapshot is complete."""
+        _SNAPSHOT.pack_into(self._memory, _SNAPSHOT_AT, step + 1)
 
     @property
     def stop_asked(self) -> bool:

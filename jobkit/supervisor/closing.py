@@ -64,6 +64,7 @@ def end_attempt(tenure: Tenure, facts: Facts, room: Room) -> Decision:
         verdict = Verdict(cause="cancelled")
     steps = [end.step for end in traces.ends] + [exited.step for exited, _ in facts.exits if exited.step >= 0]
     steps += [progress.step] if progress is not None else []  # this report may be older than the death
+    snapshots = [exited.snapshot_step for exited, _ in facts.exits if exited.snapshot_step is not None]
     ended = Ended(
         attempt=number,
         time=time.time(),
@@ -71,7 +72,7 @@ def end_attempt(tenure: Tenure, facts: Facts, room: Room) -> Decision:
         first_step=progress.first_step if progress is not None else None,
         last_step=max((step for step in steps if step is not None), default=None),
         durable_step=run.durable_step(),
-        snapshot_step=progress.snapshot_step if progress is not None else None,
+        snapshot_step=min(snapshots, default=None) if len(snapshots) == len(facts.exits) else None,
         **(progress.repeats or {} if progress is not None else {}),
         loop_began=progress.loop_began if progress is not None else None,
         last_seen=progress.time if progress is not None else None,

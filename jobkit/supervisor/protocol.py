@@ -92,6 +92,8 @@ class Exited:
     """True if the kernel killed for lack of memory on this node while the rank ended."""
     step: int = -1
     """Steps it had done, by its page; -1 if it never said."""
+    snapshot_step: int | None = None
+    """Its newest complete snapshot of this attempt."""
     in_step: bool = False
     """True if it was in a step, by its page, and had not recorded its end: something called exit."""
     device: str = ""

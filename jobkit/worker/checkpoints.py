@@ -203,7 +203,6 @@ class Checkpoints:
                 log.info(
                     "checkpoint of step %d: %.2f GB in %.2g s", outcome.step, outcome.nbytes / 1e9, outcome.seconds
                 )
-        self.reporter.update(snapshot_step=self.checkpointer.snapshots.step)
 
     def offer_best(self, pending: Pending, values: dict[str, float]) -> None:
         """Keep a checkpoint as the best if its metric is better than all before. All ranks call it."""

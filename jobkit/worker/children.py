@@ -136,7 +136,7 @@ class Children:
 
     def exited(self, child: Child, serial: int) -> Exited:
         """The message that a rank ended; its page is closed."""
-        beat = child.page.read()
+        beat, snapshot_step = child.page.read(), child.page.snapshot_step
         child.page.close()
         assert self.attempt is not None and child.code is not None
         word = Word() if child.code in (EXIT_FINISHED, EXIT_RESUMABLE) else self._device_word()
@@ -147,6 +147,7 @@ class Children:
             code=child.code,
             out_of_memory=child.code != 0 and kernel_oom_kills() > child.oom_kills,
             step=beat.step if beat.attempt == self.attempt else -1,
+            snapshot_step=snapshot_step,
             in_step=beat.attempt == self.attempt and beat.phase is Phase.STEPPING,
             device=word.health,
             device_is_sick=word.is_sick,

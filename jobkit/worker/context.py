@@ -100,6 +100,7 @@ class Context:
             keep=config.checkpoint.keep,
             check_lease=rank.check_lease,
             beat=rank.beat_again,
+            note_snapshot=rank.page.note_snapshot,
             slots=slots_of(environ),
             before=joined.ranks.broadcast(older_than(rank) if self.is_main else None),
             best_mode=config.checkpoint.best.mode if config.checkpoint.best is not None else "min",

@@ -10,10 +10,11 @@ from harness.runs import Launch, Project, wait_until
 YAML = """\
 name: failing
 task: failing_task:train
-params: {steps: 70}
-checkpoint: {every: 100000, memory: 2}
+params: {steps: 90}
+checkpoint: {every: 100000, memory: 20}
 retry: {crash: unlimited}
 """
+"""Each attempt takes one snapshot, where it fails: one that comes before the last is complete would be left out."""
 
 SHORT = 18
 """Makes a pause of 2 s one of 36 to 43 s: one of 45 s saves the snapshot at its beginning."""

@@ -62,13 +62,13 @@ def test_a_run_that_is_stopped_in_a_pause_goes_on_from_its_newest_snapshot(
     project.jobkit("cancel", "-y", launch.run.name)
     launch.wait_until_over()
 
-    fail_at(project, step=66)
+    fail_at(project, step=80)
     assert project.jobkit(*FOREGROUND, "retry.crash=0", check=False).returncode == 1
-    assert launch.run.durable_steps() == [40, 60, 66]
+    assert launch.run.durable_steps() == [40, 60, 80]
 
     fail_at(project, step=-1)
     project.jobkit(*FOREGROUND)
     done = launch.steps_done.values()
-    assert [step for steps in done for step in steps] == list(range(70)), "none is repeated"
-    assert [steps[0] for steps in done] == [0, 20, 40, 60, 66]
-    assert launch.status.result == {"sum": sum(range(70))}
+    assert [step for steps in done for step in steps] == list(range(90)), "none is repeated"
+    assert [steps[0] for steps in done] == [0, 20, 40, 60, 80]
+    assert launch.status.result == {"sum": sum(range(90))}

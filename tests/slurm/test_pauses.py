@@ -43,5 +43,5 @@ def test_a_preemption_and_a_scancel_in_a_pause_lose_no_step_that_a_snapshot_held
     project.jobkit(*SUBMIT)
     launch.wait_until(lambda me: me.status.state == "finished", "the end of the run")
     assert [steps[0] for steps in launch.steps_done.values()] == [0, 20, 40]
-    assert [step for steps in launch.steps_done.values() for step in steps] == list(range(70)), "none is repeated"
-    assert launch.status.result == {"sum": sum(range(70))}
+    assert [step for steps in launch.steps_done.values() for step in steps] == list(range(90)), "none is repeated"
+    assert launch.status.result == {"sum": sum(range(90))}

@@ -23,7 +23,7 @@ from jobkit.run.journal import Journal, events, read_status
 from jobkit.run.records import Cancelled, End, Ended, Progress, Refused, Request, Submitted
 from jobkit.run.rundir import RunDir
 from jobkit.slurm.jobs import Job
-from jobkit.supervisor.attempt import EXIT_RUN_FAILED, begin, close, pause, rescue, take_over
+from jobkit.supervisor.attempt import EXIT_RUN_FAILED, begin, close, pause, rescue, take_over, unsaved_step
 from jobkit.supervisor.diagnosis import Facts, LostNode
 from jobkit.supervisor.protocol import Exited
 from jobkit.supervisor.retry import PAUSES, Room
@@ -85,6 +85,17 @@ def ask_for(run: RunDir, kind: Any, submission: int = 1, attempt: int = 1) -> No
 
 
 # The life of a run
+
+
+@pytest.mark.parametrize(("steps", "newest"), [((40, 38), 38), ((40, None), None)])
+def test_a_snapshot_counts_once_all_ranks_have_completed_it(run: RunDir, steps: tuple[Any, ...], newest: Any) -> None:
+    """The pages of the ranks say it, and no report, which lags by half a second or a step."""
+    exits = [
+        Exited(serial=rank, attempt=1, rank=rank, code=1, step=41, snapshot_step=at) for rank, at in enumerate(steps)
+    ]
+    tenure = started(run)
+    close(tenure, Facts(exits=[(exited, "node1") for exited in exits]), HERE)
+    assert (last_end(run).snapshot_step, unsaved_step(tenure)) == (newest, newest)
 
 
 def test_attempts_begin_and_end_until_the_run_is_finished(run: RunDir) -> None:

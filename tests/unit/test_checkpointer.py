@@ -24,6 +24,7 @@ from jobkit.errors import CheckpointError, JobkitError, LostLease
 from jobkit.group import RankGroup
 from jobkit.run import records
 from jobkit.run.records import Lease
+from jobkit.run.slots import Page
 from jobkit.train.optim import EmaAdamW
 
 
@@ -249,10 +250,13 @@ def test_a_snapshot_of_many_small_tensors_has_room_for_their_names(tmp_path: Pat
     for number in range(4000):
         module.register_buffer(f"a_rather_long_name_of_a_buffer_{'x' * 300}_{number}", torch.zeros(1))
     slots = os.memfd_create("first"), os.memfd_create("second")
-    checkpointer = Checkpointer(tmp_path, RankGroup.alone(), Place(), attempt=1, keep=1, slots=slots)
+    page, place = Page.create(), Place()
+    note = page.note_snapshot
+    checkpointer = Checkpointer(tmp_path, RankGroup.alone(), place, attempt=1, keep=1, slots=slots, note_snapshot=note)
+    assert page.snapshot_step is None
     assert checkpointer.snapshot(1, entries(module), {}, 0) is not None
     checkpointer.snapshots.wait()
-    assert checkpointer.snapshots.step == 1
+    assert page.snapshot_step == 1
     checkpointer.close()
 
 
