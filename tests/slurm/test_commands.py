@@ -87,13 +87,14 @@ def test_a_job_goes_through_the_queue(
 
 
 def test_a_preempted_job_is_told_from_a_cancelled_one(
-    slurm: Cluster, script: str, monkeypatch: pytest.MonkeyPatch
+    make_slurm: Callable[..., Cluster], script: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    slurm = make_slurm()
     monkeypatch.setenv("SLURM_CONF", str(slurm.conf))
     preempted, cancelled = (commands.submit(script, *OPTIONS, "--exclusive") for _ in range(2))
     for job in (preempted, cancelled):
         wait_for_step(job)
-    preemptor = slurm.preempt(preempted)
+    slurm.preempt(preempted)
     wait_until(lambda: cause(preempted), "the preemption", 60)
     assert (shown(preempted).runs, cause(preempted)) == (True, "preempted")
     jobs.cancel(cancelled)
@@ -105,7 +106,6 @@ def test_a_preempted_job_is_told_from_a_cancelled_one(
     wait_until(lambda: controller_time() > chosen + 2, "another second", 60)
     jobs.cancel(preempted)
     assert cause(preempted) == "cancelled"
-    jobs.cancel(preemptor)  # it may wait still, and would take the node from the next test on this cluster
 
 
 def test_each_waiting_task_of_an_array_is_a_job(slurm: Cluster, script: str, monkeypatch: pytest.MonkeyPatch) -> None:

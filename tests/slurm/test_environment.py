@@ -55,7 +55,8 @@ def hides(on_slurm: Callable[..., Project]) -> Callable[..., Project]:
     return make
 
 
-def test_a_setup_that_takes_slurm_off_path(slurm: Cluster, hides: Callable[..., Project]) -> None:
+def test_a_setup_that_takes_slurm_off_path(make_slurm: Callable[..., Cluster], hides: Callable[..., Project]) -> None:
+    slurm = make_slurm(cred_expire=5)
     project = hides(slurm)
     launch = project.submit("--cluster=slurm").wait_until(lambda me: me.status.attempts, "an attempt")
     slurm.preempt(str(launch.status.job_id))

@@ -28,8 +28,9 @@ def fine(seen_once: Callable[..., tuple[Launch, Any]]) -> Any:
 
 @pytest.mark.parametrize(("nodes", "kind"), [(1, "connection"), (3, "bucket")])
 def test_an_outage_keeps_the_job_and_excludes_nothing(
-    slurm: Cluster, on_slurm: Callable[..., Project], fine: Any, nodes: int, kind: str
+    make_slurm: Callable[..., Cluster], on_slurm: Callable[..., Project], fine: Any, nodes: int, kind: str
 ) -> None:
+    slurm = make_slurm(cred_expire=5)
     words = (*ON_SLURM, f"resources.nodes={nodes}", f"resources.tasks_per_node={3 // nodes}")
     launch = with_task(on_slurm(slurm, plain=False)).submit(*words).wait_for_step(40)
     since, job = time.monotonic(), str(launch.status.job_id)

@@ -16,16 +16,23 @@ import subprocess
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from .cluster import Cluster, MissingPackages
-from .processes import wait_until
+from .processes import ClusterError, wait_until
 
 SHARED = pytest.StashKey[str]()
 USERS = ("jobkit-a", "jobkit-b")
 GROUP = "jobkit-users"
+
+
+class SharedCluster(Cluster):
+    """A cluster whose nodes have jobs of several tests at a time."""
+
+    def preempt(self, job_id: str | int) -> NoReturn:
+        raise ClusterError(f"preempting job {job_id} would end other tests' jobs on its nodes: use make_slurm")
 
 
 def shared_cluster(config: pytest.Config) -> tuple[str, int]:
@@ -70,7 +77,7 @@ def slurm_settings() -> dict[str, Any]:
 def slurm(request: pytest.FixtureRequest, slurm_settings: dict[str, Any]) -> Cluster:
     """A cluster that all tests and xdist workers share: do not break its nodes or its controller."""
     directory, owner = shared_cluster(request.config)
-    cluster = Cluster(directory, **slurm_settings)
+    cluster = SharedCluster(directory, **slurm_settings)
     with skip_without_slurm():
         cluster.up(owner)
     return cluster
