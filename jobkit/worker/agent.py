@@ -46,7 +46,7 @@ from jobkit.worker.children import Children, send
 from jobkit.worker.forked import become_rank, run_rank_program, start_anew
 from jobkit.worker.link import Link
 from jobkit.worker.preload import import_for_ranks
-from jobkit.worker.processes import has_variables, with_variables
+from jobkit.worker.processes import Process, has_variables, identify, lives, with_variables
 from jobkit.worker.rendezvous import Reservation, environment_of
 from jobkit.worker.salvage import run_salvage
 from jobkit.worker.signals import STOP_SIGNALS, AgentSignals
@@ -58,7 +58,7 @@ BUSY_SECONDS = 0.02
 """The same while processes end of which the kernel tells us nothing."""
 
 LEAVE_SECONDS = 5.0
-"""How long killed processes are waited for at the end."""
+"""How long killed processes are waited for, at the end and at the beginning."""
 
 CALL_SECONDS, OFTEN_SECONDS = 0.25, 10.0
 """Between two calls for a supervisor that is gone, for so long; then LOOK_SECONDS: each call reads a shared disk."""
@@ -201,9 +201,9 @@ class Agent:
         if self.devices is not None and not self.devices.are_held and not self.devices.take():
             self._explain("it looks for free devices")  # each time: it may do so for days, and a driver may hang
             return
-        if self._reservation is not None:
-            self._reservation.close()
-        self._reservation = Reservation()  # another port each time: late ranks of a lost node know the last one
+        last, self._reservation = self._reservation, Reservation()
+        if last is not None:  # only now: another port each time, for late ranks of a lost node know the last one
+            last.close()
         self._ready = Ready(port=self._reservation.port)
         self.link.tell(self._ready)
 
@@ -213,12 +213,17 @@ class Agent:
     def _kill_left_behind(self) -> None:
         """Kill what the ranks of an earlier agent of this job have started: the kernel has killed those ranks with it.
 
-        On Slurm slurmstepd does that.
+        Return once it has ended, for until then it has the devices. On Slurm slurmstepd does that.
         """
+        killed: list[Process] = []
         for pid in with_variables(f"JOBKIT_RUN={self.run.path}", "SUBMITIT_EXECUTOR=jobkit"):
             if not has_variables(pid, mirror.MARK):
                 log.warning("process %d of an earlier attempt is still there: killed", pid)
+                killed.append(identify(pid))
                 send(pid, signal.SIGKILL)
+        until = time.monotonic() + LEAVE_SECONDS
+        while any(map(lives, killed)) and time.monotonic() < until:
+            time.sleep(BUSY_SECONDS)
 
     def _leave(self) -> None:
         """End: nothing of the ranks stays, so that whoever gets the devices next has them alone."""

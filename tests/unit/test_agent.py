@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 import pytest
 import yaml
 from harness.nvml import Nvml, gpu
-from harness.runs import wait_until
+from harness.runs import PATIENCE, wait_until
 from submitit.core.utils import DelayedSubmission
 
 from jobkit import start
@@ -43,7 +44,6 @@ from jobkit.worker import processes
 from jobkit.worker.main import Worker
 
 M = TypeVar("M")
-SECONDS = 30.0
 JOB = "local-test-1"
 
 TASK = """
@@ -94,7 +94,7 @@ class Supervisor:
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
-        self._listen(0)
+        self._listen()
         self.start_agent()
 
     def start_agent(self) -> None:
@@ -103,16 +103,15 @@ class Supervisor:
         self.agent = subprocess.Popen(words, env=environment, cwd=self.run.path.parent, start_new_session=True)
         self.accept()
 
-    def _listen(self, port: int) -> None:
-        self.server = socket.create_server(("127.0.0.1", port))
-        self.server.settimeout(SECONDS)
-        self.port = self.server.getsockname()[1]
-        contact = Contact(addresses=["127.0.0.1"], port=self.port, secret="s", writer="w")
+    def _listen(self) -> None:
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.server.settimeout(PATIENCE)
+        port = self.server.getsockname()[1]
+        contact = Contact(addresses=["127.0.0.1"], port=port, secret="s", writer="w")
         records.write(self.run.contact_file, contact, mode=0o600)
 
     def accept(self) -> Hello:
         self.connection, _ = self.server.accept()
-        self.connection.settimeout(SECONDS)
         self.lines, self.messages = Lines(), list[Message]()
         hello = self.expect(Hello)
         assert (hello.secret, hello.job_id, hello.node) == ("s", JOB, "local")
@@ -124,12 +123,14 @@ class Supervisor:
 
     def expect(self, kind: type[M], test: Callable[[M], bool] = lambda message: True) -> M:
         """The next message of a kind; others before it are dropped."""
+        deadline = time.monotonic() + PATIENCE
         while True:
             while self.messages:
                 message = self.messages.pop(0)
                 assert not isinstance(message, NotStarted), message
                 if isinstance(message, kind) and test(message):
                     return message
+            self.connection.settimeout(max(0.01, deadline - time.monotonic()))  # an agent may say others again and again
             data = self.connection.recv(65536)
             assert data, f"the agent is gone; expected {kind.__name__}"
             self.messages += self.lines.feed(data)
@@ -143,7 +144,7 @@ class Supervisor:
         self.server.close()
 
     def come_back(self) -> Hello:
-        self._listen(self.port)
+        self._listen()  # at another port, which the agent reads: the last one may be another program's by now
         return self.accept()
 
     def start(self, attempt: int, ranks: int, **fields: Any) -> None:
@@ -217,7 +218,7 @@ def test_a_rank_dies_and_lives_again(make: Make) -> None:
     assert {item.code for item in supervisor.ends(2).values()} == {75}
     assert [end.kind for end in supervisor.run.ends(2)] == ["stopped", "stopped"]
     supervisor.send(Leave())
-    assert supervisor.agent.wait(SECONDS) == 0
+    assert supervisor.agent.wait(PATIENCE) == 0
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)  # noqa: PTH110
 
 
@@ -245,7 +246,7 @@ def test_the_first_failure_brings_the_word_of_its_device(
     supervisor.send(Signal(attempt=3, name="STOP"))
     assert {(item.code, item.device) for item in supervisor.ends(2).values()} == {(75, "")}
     supervisor.send(Leave())
-    assert supervisor.agent.wait(SECONDS) == 0
+    assert supervisor.agent.wait(PATIENCE) == 0
 
 
 def test_a_driver_that_hangs_delays_no_other_attempt(
@@ -298,10 +299,11 @@ def test_ranks_train_on_while_the_supervisor_is_away(make: Make) -> None:
     supervisor.wait_for_step(2)
     os.kill(supervisor.pid(1), signal.SIGKILL)
     serial = supervisor.expect(Exited).serial
-    supervisor.go_away()
-    step = supervisor.run.progress().step
-    supervisor.wait_for_step(step + 5)
-    hello = supervisor.come_back()
+    with supervisor.run.alive_lock():  # job.sh lives: without it the ranks end 10 s later
+        supervisor.go_away()
+        step = supervisor.run.progress().step
+        supervisor.wait_for_step(step + 5)
+        hello = supervisor.come_back()
     assert (hello.attempt, hello.alive) == (1, [0])
     exited = supervisor.expect(Exited)  # nobody has acknowledged it
     assert (exited.serial, exited.rank) == (serial, 1)
@@ -375,7 +377,7 @@ def test_a_copier_of_curves_ends_by_itself(make: Make, leaves: bool) -> None:
         supervisor.expect(Ready)
     assert processes.lives(copier)
     os.kill(copier[0], signal.SIGCONT)
-    wait_until(lambda: not processes.lives(copier), "the copier's end", SECONDS)
+    wait_until(lambda: not processes.lives(copier), "the copier's end")
 
 
 def test_a_copier_of_curves_outlives_its_agent(make: Make) -> None:
@@ -396,8 +398,8 @@ def test_a_rank_that_hangs_is_silent_and_shows_its_stacks(make: Make) -> None:
     supervisor = make(params={"steps": 100, "hangs": True}, watchdog="1s")
     supervisor.expect(Ready)
     supervisor.start(1, 1)
-    silent = supervisor.expect(Silent)
-    assert (silent.rank, silent.step) == (0, 3)
+    silent = supervisor.expect(Silent, lambda silent: silent.step == 3)  # on a busy machine a step takes a second, too
+    assert silent.rank == 0
     assert silent.seconds > 1.0
     supervisor.send(Signal(attempt=1, name="STACKS"))
     log = supervisor.run.rank_log(1, 0, "err")
