@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from harness.runs import wait_until
+from harness.runs import PATIENCE, begin_with, wait_until
 
 MODULE = """\
 import importlib.util, sys
@@ -49,6 +49,11 @@ class Nvml:
         path = os.pathsep.join(filter(None, (str(module.parent), os.environ.get("PYTHONPATH"))))
         names = ",".join(map(str, range(len(gpus))))
         self.environment = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": names, "SLURMD_NODENAME": "node7"}
+
+    def wait_for_words(self) -> None:
+        """Let agents wait for the driver's word as long as a test waits: on a busy machine 2 s may be too few."""
+        lines = "from jobkit.supervisor.devices import HealthWatch\nHealthWatch.ask.__defaults__ = (%r,)" % PATIENCE
+        begin_with(self.state.parent / "driver", "jobkit.worker.agent", lines)
 
     def write(self, *gpus: dict[str, Any], init: str | None = None) -> None:
         """Change the devices; `init` is the error of a driver that does not start."""

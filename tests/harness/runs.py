@@ -53,6 +53,12 @@ def with_params(params: Mapping[str, Any]) -> list[str]:
     return [f"{'' if key == 'steps' else '+'}params.{key}={json.dumps(value)}" for key, value in params.items()]
 
 
+def begin_with(folder: Path, module: str, lines: str) -> None:
+    """Let each process of a program of jobkit's begin with lines of Python, where PYTHONPATH has this folder."""
+    with (folder / "sitecustomize.py").open("a", encoding="utf-8") as file:
+        file.write(f"import sys\nif {module!r} in sys.orig_argv:\n{textwrap.indent(lines, '    ')}\n")
+
+
 class Project:
     """A user's folder with the scripted rank and an experiment in it."""
 
@@ -113,8 +119,7 @@ class Project:
         """Let each process of a program of jobkit's, as `jobkit.supervisor.main`, begin with lines of Python."""
         folder = self.folder / "site"
         folder.mkdir(exist_ok=True)
-        with (folder / "sitecustomize.py").open("a", encoding="utf-8") as file:
-            file.write(f"import sys\nif {module!r} in sys.orig_argv:\n{textwrap.indent(lines, '    ')}\n")
+        begin_with(folder, module, lines)
         paths = [str(folder), *self.environment.get("PYTHONPATH", "").split(os.pathsep)]
         self.environment["PYTHONPATH"] = os.pathsep.join(filter(None, dict.fromkeys(paths)))
 

@@ -226,6 +226,7 @@ def test_the_first_failure_brings_the_word_of_its_device(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nvml = Nvml(tmp_path, gpu(), gpu(), gpu(ecc=7))
+    nvml.wait_for_words()
     for name, value in {**nvml.environment, "XDG_STATE_HOME": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
     supervisor = make(device="cuda", resources={"tasks_per_node": 2, "gpus_per_task": 1})
@@ -259,7 +260,7 @@ def test_a_driver_that_hangs_delays_no_other_attempt(
     supervisor.expect(Ready)
     supervisor.start(1, 1)
     nvml.wait_for_look(0)
-    nvml.write(gpu(ecc=1, hangs=8))
+    nvml.write(gpu(ecc=1, hangs=60))
     os.kill(supervisor.pid(0), signal.SIGKILL)
     exited = supervisor.expect(Exited)
     assert (exited.code, exited.device) == (-signal.SIGKILL, "")

@@ -14,10 +14,12 @@ from typing import Any
 import pynvml
 import pytest
 from harness.nvml import Nvml, answers, gpu
+from harness.runs import PATIENCE
 
+from jobkit.cli import doctor
 from jobkit.cli.main import main
 from jobkit.run.schema import Config, Resources
-from jobkit.supervisor import gpus
+from jobkit.supervisor import devices, gpus
 from jobkit.supervisor.devices import HealthWatch, Word, watched
 
 Ask = Callable[..., Word | None]
@@ -126,14 +128,15 @@ def test_a_process_of_its_own_asks(nvml: Nvml) -> None:
     watch = HealthWatch(["0", "1"])
     nvml.wait_for_look(1)
     nvml.write(WELL, gpu(ecc=3))
-    assert watch.ask(60.0) == Word(health="cuda:1 on node7: 3 uncorrected ECC errors", is_sick=True)
+    assert watch.ask(PATIENCE) == Word(health="cuda:1 on node7: 3 uncorrected ECC errors", is_sick=True)
     assert watch.close()
 
 
-def test_a_driver_that_hangs_is_given_up(nvml: Nvml) -> None:
+def test_a_driver_that_hangs_is_given_up(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "KILL_SECONDS", PATIENCE)  # to end takes longer on a busy machine
     watch = HealthWatch(["0", "1"])
     nvml.wait_for_look(1)
-    nvml.write(gpu(hangs=8), WELL)
+    nvml.write(gpu(hangs=60), WELL)
     assert watch.ask() is None
     assert watch.close()
     assert not Path(f"/proc/{watch.pid}").exists()
@@ -144,7 +147,8 @@ def test_a_watch_ends_with_its_agent(nvml: Nvml) -> None:
         "import os; from jobkit.supervisor.devices import HealthWatch; "
         "print(HealthWatch(['0']).pid, flush=True); os._exit(0)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=os.environ, timeout=60)
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, capture_output=True, text=True, env=os.environ, timeout=PATIENCE)
     assert done.stderr == "", "run() returns when its pipes are closed: also by the process that is left behind"
 
 
@@ -167,8 +171,14 @@ def test_an_agent_on_slurm_watches_the_devices_of_its_step(
     ],
 )
 def test_doctor_says_it(
-    nvml: Nvml, capsys: pytest.CaptureFixture[str], now: dict[str, Any], code: int, state: str
+    nvml: Nvml,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    now: dict[str, Any],
+    code: int,
+    state: str,
 ) -> None:
+    monkeypatch.setattr(doctor, "DRIVER_SECONDS", PATIENCE)  # the driver's process has to start, too
     nvml.write(WELL, now)
     assert main(["doctor", "--local"]) == code
     lines = [line for line in capsys.readouterr().out.splitlines() if "on node7" in line]
