@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness.dead_mount import dead_mount
@@ -14,6 +17,7 @@ from harness.runs import is_alive, wait_until
 from jobkit.run.journal import Journal, read_status
 from jobkit.run.rundir import RunDir
 from jobkit.supervisor import notify
+from jobkit.worker import processes
 
 
 @pytest.fixture
@@ -60,15 +64,28 @@ def test_a_wait_of_ten_minutes_is_told_once(run: RunDir, tmp_path: Path) -> None
     assert said.read_text() == "running: toy-11f5f19c: no progress for 0:10:32: crashed: S3 is away\n"
 
 
+def count_from(patch: pytest.MonkeyPatch, has_begun: Callable[[int], object]) -> None:
+    """Let the command's time begin once its process has come so far: a shell may start later than that time ends."""
+    wait = subprocess.Popen.wait
+
+    def wait_later(process: subprocess.Popen[Any], timeout: float | None = None) -> int:
+        wait_until(lambda: has_begun(process.pid), "the begin of the command")
+        return wait(process, timeout)
+
+    patch.setattr(subprocess.Popen, "wait", wait_later)
+
+
 def test_a_command_that_hangs_is_killed_with_its_children(
     run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(notify, "SECONDS", 2.0)
-    notify.keep(run, "sleep 1000 & echo $! >child; wait")
+    monkeypatch.setattr(notify, "SECONDS", 0.5)
+    file = tmp_path / "child"
+    notify.keep(run, f"sleep 1000 & echo $! >{file}.new; mv {file}.new {file}; wait")
     before = read_status(run)
     Journal(run).append(ended("stopped", "stop"))
+    count_from(monkeypatch, lambda pid: file.exists())
     notify.tell(run, TOKEN, before)
-    child = int((tmp_path / "child").read_text())
+    child = int(file.read_text())
     wait_until(lambda: not is_alive(child), "the end of the child")
 
 
@@ -79,8 +96,10 @@ def test_a_command_that_cannot_be_killed_holds_nothing_up(run: RunDir, monkeypat
     with dead_mount() as folder:
         notify.keep(run, f"exec cat {folder}/file")
         telling = threading.Thread(target=notify.tell, args=(run, TOKEN, before), daemon=True)
-        telling.start()
-        wait_until(lambda: not telling.is_alive(), "the end of the call")
+        with monkeypatch.context() as patch:
+            count_from(patch, lambda pid: processes.name_of(pid) == "cat")
+            telling.start()
+            wait_until(lambda: not telling.is_alive(), "the end of the call")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from harness.runs import wait_until
 
 from jobkit.errors import SchedulerError, SchedulerTimeout
 from jobkit.slurm import commands
@@ -76,11 +79,19 @@ def test_an_error_tells_a_refusal_from_a_controller_that_is_away(
     assert "\n" not in str(raised.value)
 
 
-def test_a_command_without_an_answer_may_have_done_it(program: Program) -> None:
-    program(
-        "sbatch", "echo 'sbatch: error: temporarily unable to accept job, sleeping and retrying' >&2; exec sleep 60"
-    )
+def test_a_command_without_an_answer_may_have_done_it(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words, said = "sbatch: error: temporarily unable to accept job, sleeping and retrying", tmp_path / "said"
+    program("sbatch", f"echo '{words}' >&2; touch {said}; exec sleep 60")
     program("scontrol", "kill -KILL $$")
+    communicate = subprocess.Popen.communicate
+
+    def communicate_later(*arguments: Any, **options: Any) -> Any:  # a shell may take longer than 0.5 s to start
+        wait_until(said.exists, "the words")
+        return communicate(*arguments, **options)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", communicate_later)
     for command in (["sbatch"], ["scontrol"]):
         with pytest.raises(SchedulerTimeout) as raised:
             commands.run(*command, timeout=0.5)
