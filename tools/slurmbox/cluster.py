@@ -239,6 +239,7 @@ class Cluster:
         """Lose a node: its slurmd and all that ran on it die at once; the controller notices by itself."""
         self._daemons.send(name, signal.SIGKILL)
         processes.kill_at_once(lambda: self.job_processes(name))
+        self._daemons.end(name)  # a slurmd that still ends would be taken for one that lives: `start` would start none
 
     def kill_node_processes(self, name: str) -> None:
         """Kill the processes of jobs on a node, as an epilog or an OOM of the cgroup does: Slurm's daemons live on."""

@@ -111,5 +111,5 @@ def slurm_users() -> tuple[str, str]:
             return [pwd.getpwnam(user).pw_name for user in USERS] == sorted(grp.getgrnam(GROUP).gr_mem)
         return False
 
-    wait_until(complete, "useradd", seconds=30)
+    wait_until(complete, "useradd")
     return USERS
