@@ -192,8 +192,10 @@ class Cluster:
 
         def has_registered(name: str) -> bool:
             # The state alone is not enough: Slurm may not have noticed yet that the node's last slurmd died.
-            ready = self.node_state(name) in ("idle", "mixed", "allocated")
-            return ready and self.node(name)["SlurmdStartTime"] >= start
+            with contextlib.suppress(ClusterError):  # a controller that is busy has not answered in MessageTimeout
+                ready = self.node_state(name) in ("idle", "mixed", "allocated")
+                return ready and self.node(name)["SlurmdStartTime"] >= start
+            return False
 
         for name in names:
             self._daemons.wait_for(name, functools.partial(has_registered, name))
