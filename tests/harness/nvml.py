@@ -52,7 +52,7 @@ class Nvml:
 
     def wait_for_words(self) -> None:
         """Let agents wait for the driver's word as long as a test waits: on a busy machine 2 s may be too few."""
-        lines = "from jobkit.supervisor.devices import HealthWatch\nHealthWatch.ask.__defaults__ = (%r,)" % PATIENCE
+        lines = f"from jobkit.supervisor.devices import HealthWatch\nHealthWatch.ask.__defaults__ = ({PATIENCE!r},)"
         begin_with(self.state.parent / "driver", "jobkit.worker.agent", lines)
 
     def write(self, *gpus: dict[str, Any], init: str | None = None) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import socket
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -30,24 +29,25 @@ from jobkit.run.slots import Page
 from jobkit.worker.context import Context
 from jobkit.worker.join import Joined
 from jobkit.worker.rank import Rank
+from jobkit.worker.rendezvous import Reservation
 
 PATIENCE = float(os.environ.get("JOBKIT_TEST_PATIENCE", 300))
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a port that no program gets which takes any: each rank of gloo does."""
+    reservation = Reservation()
+    reservation.close()
+    return reservation.port
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
     """Return `function(ranks, *arguments)` of each rank, in their order; fail with the first error of a rank."""
     context = multiprocessing.get_context("fork")
-    port, pipes, processes = free_port(), [], []
+    reservation, pipes, processes = Reservation(), [], []  # held: ranks of another test take ports meanwhile
     for rank in range(world_size):
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_run, args=(sender, function, rank, world_size, port, arguments))
+        process = context.Process(target=_run, args=(sender, function, rank, world_size, reservation.port, arguments))
         process.start()
         sender.close()
         pipes.append(receiver)
@@ -58,10 +58,12 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) ->
             answers.append(receiver.recv() if receiver.poll(PATIENCE) else (None, f"rank {rank} hangs"))
         except EOFError:
             answers.append((None, f"rank {rank} died"))
-    for process in processes:
-        process.join(5)
-        process.kill()
     errors = [error for _, error in answers if error is not None]
+    for process in processes:
+        process.join(5 if errors else PATIENCE)  # others may wait for one that failed
+        process.kill()
+        process.join()  # until then it writes its reports
+    reservation.close()
     assert not errors, "\n".join(errors)
     return [value for value, _ in answers]
 

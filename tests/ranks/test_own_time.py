@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import pytest
@@ -16,11 +17,15 @@ from jobkit.worker.own_time import WINDOW, OwnTime
 
 
 def train(ranks: RankGroup, is_sharded: bool) -> tuple[list[float], list[float] | None]:
-    """Return all ranks' times in the last step, and their medians; the first step is slow on rank 0, others on 1."""
+    """Return all ranks' least times in a step, and their medians; the first step is slow on rank 0, others on 1.
+
+    The least: on a busy machine a rank may wait for a processor in any step.
+    """
     model = nn.Linear(4, 4)
     spread: nn.Module = fully_shard(model) if is_sharded else DistributedDataParallel(model)
     clock = OwnTime(torch.device("cpu"), ranks.rank, ranks.world_size)
     clock.watch(spread)
+    least = [math.inf] * ranks.world_size
     for step in range(WINDOW):
         clock.begin()
         time.sleep(0.2 if ranks.rank == (step > 0) else 0.0)
@@ -29,11 +34,13 @@ def train(ranks: RankGroup, is_sharded: bool) -> tuple[list[float], list[float] 
         clock.close()
         shares = ranks.maximum(*clock.share())
         medians = clock.median(shares)
-    return shares, medians
+        if step > 0:
+            least = list(map(min, least, shares))
+    return least, medians
 
 
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["ddp", "fully_shard"])
 def test_the_time_that_a_rank_waits_is_not_its_own(is_sharded: bool) -> None:
-    (shares, medians), (same, none) = run_ranks(train, 2, is_sharded)
-    assert shares == same and none is None and medians is not None
-    assert shares[0] < 0.2 <= shares[1] and medians[0] < 0.2 <= medians[1]
+    (least, medians), (same, none) = run_ranks(train, 2, is_sharded)
+    assert least == same and none is None and medians is not None
+    assert least[0] < 0.2 <= least[1] and medians[0] < 0.2 <= medians[1]
