@@ -130,7 +130,8 @@ class Supervisor:
                 assert not isinstance(message, NotStarted), message
                 if isinstance(message, kind) and test(message):
                     return message
-            self.connection.settimeout(max(0.01, deadline - time.monotonic()))  # an agent may say others again and again
+            # An agent may say others again and again.
+            self.connection.settimeout(max(0.01, deadline - time.monotonic()))
             data = self.connection.recv(65536)
             assert data, f"the agent is gone; expected {kind.__name__}"
             self.messages += self.lines.feed(data)

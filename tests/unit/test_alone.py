@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from harness.runs import PATIENCE
 
 from jobkit.errors import SchedulerError
 from jobkit.run import records
@@ -60,7 +61,7 @@ class Scene:
 
     def go_on(self, until: Callable[[], bool] = lambda: True) -> bool:
         """Let time pass until something holds; False once the agent has to end."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE
         while True:
             self.children.reap()
             if not self.alone.go_on(self.link, self.children):
@@ -84,7 +85,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     scene = Scene(tmp_path, "12", "0")
     yield scene
     for pid in [pid for pid, code in scene.children.others.items() if code is None]:
-        os.kill(pid, signal.SIGKILL)  # a helper: a minute later it would end this process, which is its agent
+        os.kill(pid, signal.SIGKILL)  # a helper: it would end this process, which is its agent
         os.waitpid(pid, 0)
 
 
@@ -136,7 +137,7 @@ def test_an_idle_agent_waits_for_later_attempts(slurm: Scene) -> None:
 
 
 def test_ranks_stop_in_time_without_a_supervisor(slurm: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alone, "_wait_for_end_of_script", lambda job_id: time.sleep(60))
+    monkeypatch.setattr(alone, "_wait_for_end_of_script", lambda job_id: time.sleep(2 * PATIENCE))
     slurm.alone.note_start(
         Start(attempt=3, ranks=[], world_size=2, nodes=1, master_addr="", master_port=0, time_left=1000)
     )

@@ -135,9 +135,10 @@ def test_the_folder_is_the_user_s_own(make: Make) -> None:
 def test_a_user_without_a_home_has_a_folder_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HOME", "XDG_STATE_HOME"):
         monkeypatch.delenv(name, raising=False)
+    user = 2**30 + os.getpid()  # no such user, and no other test's
     for name in ("getuid", "geteuid"):
-        monkeypatch.setattr(os, name, lambda: 54322)  # no such user
-    state = Path("/tmp/jobkit-54322")
+        monkeypatch.setattr(os, name, lambda: user)
+    state = Path(f"/tmp/jobkit-{user}")
     assert devices.folder().is_relative_to(state)
     state.mkdir()  # another user's
     try:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from harness.runs import PATIENCE
 from harness.small_disk import SmallDisk
 
 from jobkit.submission.sbatch import JOB_SCRIPT
@@ -84,7 +85,7 @@ def job(tmp_path: Path):  # type: ignore[no-untyped-def]
             **variables,
         }
         words = ["bash", str(script)]
-        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE)
 
         def lines(name: str) -> list[str]:
             return (tmp_path / name).read_text().splitlines() if (tmp_path / name).exists() else []

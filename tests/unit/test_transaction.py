@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness.runs import wait_until
 
 from jobkit.cli.main import main
 from jobkit.errors import InputError, SchedulerError, SchedulerTimeout
@@ -298,14 +299,11 @@ def test_a_submission_killed_beside_its_sbatch_is_not_made_twice(slurm: Slurm) -
 
 
 def test_ctrl_c_before_the_job_leaves_nothing(slurm: Slurm, tmp_path: Path) -> None:
-    git = f"touch {tmp_path}/lists; exec sleep 60"
+    git = f"touch {tmp_path}/lists; exec sleep 1000"
     (Path.cwd() / ".git").mkdir()
     slurm.program("git", git)
     process = start(slurm)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "lists").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until((tmp_path / "lists").exists, "git")
     process.send_signal(signal.SIGINT)
     assert process.wait() == 75
     assert list((slurm.folder / "runs").glob("toy-*")) == []
