@@ -261,7 +261,7 @@ def test_a_driver_that_hangs_delays_no_other_attempt(
     supervisor.expect(Ready)
     supervisor.start(1, 1)
     nvml.wait_for_look(0)
-    nvml.write(gpu(ecc=1, hangs=60))
+    nvml.write(gpu(ecc=1, hangs=8))
     os.kill(supervisor.pid(0), signal.SIGKILL)
     exited = supervisor.expect(Exited)
     assert (exited.code, exited.device) == (-signal.SIGKILL, "")

@@ -136,7 +136,7 @@ def test_a_driver_that_hangs_is_given_up(nvml: Nvml, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(devices, "KILL_SECONDS", PATIENCE)  # to end takes longer on a busy machine
     watch = HealthWatch(["0", "1"])
     nvml.wait_for_look(1)
-    nvml.write(gpu(hangs=60), WELL)
+    nvml.write(gpu(hangs=8), WELL)
     assert watch.ask() is None
     assert watch.close()
     assert not Path(f"/proc/{watch.pid}").exists()
