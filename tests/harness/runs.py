@@ -9,6 +9,7 @@ assert [attempt.cause for attempt in launch.ends] == ["killed", "finished"]
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -227,8 +228,9 @@ class Launch:
     def page(self, rank: int) -> Page:
         """Return the page of a rank of the newest attempt: what it says there no disk can hold up."""
         for entry in Path(f"/proc/{self.rank_pid(rank)}/fd").iterdir():
-            if "memfd:jobkit-page" in str(entry.readlink()):
-                return Page(os.open(entry, os.O_RDWR))
+            with contextlib.suppress(FileNotFoundError):  # a file that the rank has closed since the list was made
+                if "memfd:jobkit-page" in str(entry.readlink()):
+                    return Page(os.open(entry, os.O_RDWR))
         raise AssertionError(f"rank {rank} has no page")
 
     @property
