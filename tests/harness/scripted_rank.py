@@ -1,6 +1,7 @@
 """A rank of tests about scheduling: no torch, only what a training run shows to the outside.
 
-It reports progress, leaves names of checkpoints, obeys a stop, and fails at the step that its params name, or later.
+It reports progress, leaves names of checkpoints, obeys a stop, and fails at the step that its params name, or later:
+once rank 0 has done that step, while the others wait.
 A test that interrupts it asks for more steps than it will see, and ends it with `Launch.end_training()`.
 
     params: {steps: 100, step_seconds: 0.02, every: 10, faults: [{kind: raise, rank: 1, step: 7, attempt: 1}]}
@@ -13,6 +14,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from jobkit.errors import Stopped
@@ -31,9 +33,12 @@ def train(rank: Rank) -> dict[str, Any]:
     for step in range(first, steps):
         rank.page.beat(rank.attempt, Phase.STEPPING, step)
         for fault in params.get("faults", []):
-            is_mine = (rank.rank, rank.attempt) == (fault.get("rank", 0), fault.get("attempt", 1))
-            if is_mine and step >= fault["step"]:
-                fail(fault["kind"])
+            if rank.attempt == fault.get("attempt", 1) and step >= fault["step"]:
+                if rank.rank == fault.get("rank", 0):
+                    wait_while(rank, lambda fault=fault: is_main_behind(rank, fault["step"]))
+                    fail(fault["kind"])
+                if step > max(first, fault["step"]):  # as in a collective: no rank is far ahead of the one that fails
+                    wait_while(rank, lambda: not rank.stop_asked)
         time.sleep(params.get("step_seconds", 0.02))
         if rank.rank == 0:
             note(rank, step)  # first: a step that others hear of is written down
@@ -51,6 +56,18 @@ def train(rank: Rank) -> dict[str, Any]:
             break
     rank.page.beat(rank.attempt, Phase.ENDING, steps)
     return {"steps": steps, "first": first}
+
+
+def is_main_behind(rank: Rank, step: int) -> bool:
+    """Return whether rank 0 has yet to do a step: a rank that failed before would hide how the attempt began."""
+    report = rank.run.progress() if rank.rank != 0 else None
+    return rank.rank != 0 and (report is None or report.attempt != rank.attempt or (report.step or 0) <= step)
+
+
+def wait_while(rank: Rank, look: Callable[[], bool]) -> None:
+    while look():
+        rank.beat_again()
+        time.sleep(0.02)
 
 
 def note(rank: Rank, step: int) -> None:
