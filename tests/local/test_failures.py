@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,8 @@ def fail_in_all_ways(project: Project) -> tuple[Launch, Any]:
         *({"kind": "raise", "rank": 0, "step": 56, "attempt": attempt} for attempt in (5, 6)),
     ]
     params = with_params({"steps": 1000, "every": 5, "faults": faults})
-    words = ("submit", str(project.yaml), "--local", "resources.tasks_per_node=2", "watchdog=2s")
+    watchdog = "watchdog=10s"  # a rank that waits for a processor, or a slow disk, for some seconds does not hang
+    words = ("submit", str(project.yaml), "--local", "resources.tasks_per_node=2", watchdog)
     done = project.jobkit(*words, *params, check=False)
     launch = project.only_run()
     return launch, [done.returncode, project.jobkit("status", launch.run.name).stdout]
@@ -75,10 +75,18 @@ def test_status_names_the_line_that_failed(failed: tuple[Launch, Any]) -> None:
     assert "scripted_rank.py" in shown and "a fault of the script" in shown
 
 
+BROKEN = """
+import time
+def train(rank):
+    open("tried", "a").write("x")
+    while len(open("tried").read()) < 2 * rank.attempt:  # a rank that has not begun 3 s after an error has none
+        time.sleep(0.02)
+    raise ValueError("no such dataset")
+"""
+
+
 def test_an_error_of_all_ranks_before_the_first_step_is_tried_twice(project: Project) -> None:
-    project.write(
-        "broken.py", "def train(rank):\n    open('tried', 'a').write('x')\n    raise ValueError('no such dataset')\n"
-    )
+    project.write("broken.py", BROKEN)
     words = ("submit", str(project.yaml), "--local", "task=broken:train", "resources.tasks_per_node=2")
     assert project.jobkit(*words, check=False).returncode == 1
     launch = project.only_run()
@@ -152,7 +160,9 @@ def test_a_runs_directory_that_is_gone_for_some_seconds_takes_no_run(project: Pr
     if subprocess.run(["mount", "--bind", str(real), str(runs)], capture_output=True).returncode:
         pytest.skip("only root can mount")
     try:
-        launch = project.submit("--local", "--detach", "resources.tasks_per_node=2", steps=100_000).wait_for_step(20)
+        two = "resources.tasks_per_node=2"
+        # Without a checkpoint: rank 0 would look there for its lease, and end of that before it is killed.
+        launch = project.submit("--local", "--detach", two, steps=100_000, every=100_000).wait_for_step(20)
         project.begin_with("wait", NOTES_THAT_IT_WAITS)
         waiting = project.start("wait", launch.run.name)
         wait_until((project.folder / "waits").exists, "the command to know the run")
@@ -161,7 +171,8 @@ def test_a_runs_directory_that_is_gone_for_some_seconds_takes_no_run(project: Pr
         step = page.read().step
         launch_again = project.launch(real / launch.run.name)
         launch_again.kill_rank(0)
-        time.sleep(3.0)  # its end cannot be journalled meanwhile
+        said = launch_again.run.job_log
+        wait_until(lambda: "waiting for the disk" in said.read_text(), "the end that cannot be journalled")
         subprocess.run(["mount", "--bind", str(real), str(runs)], check=True)
         launch.wait_for_attempt(2).wait_for_step(step)
         assert (launch.supervisor_pid, launch.causes, waiting.poll()) == (supervisor, ["killed"], None)
