@@ -16,7 +16,9 @@ from harness.runs import Project
 
 import jobkit
 
-USER = 54321
+USER = 40_000 + os.getpid() % 20_000
+"""Of this worker alone: the folder of its locks is one for the whole machine."""
+
 LOCKS = Path(f"/tmp/jobkit-{USER}")
 """The folder of that user's locks, where its home cannot have it."""
 
