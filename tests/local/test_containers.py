@@ -41,7 +41,7 @@ def test_a_runtime_that_fails_for_a_moment_does_not_end_a_run_that_has_trained(p
     launch = project.submit("--local", "--detach", steps=100_000, every=5).wait_for_step(12)
     (project.folder / "away").touch()
     os.kill(parent_of(outside(launch, launch.rank_pid(0))), signal.SIGKILL)
-    launch.wait_until(lambda me: len(me.ends) == 2, "an attempt without an agent")
+    launch.wait_until(lambda me: len(me.ends) >= 2, "an attempt without an agent")
     (project.folder / "away").unlink()
     launch.wait_until(lambda me: me.step > 0 and len(me.status.attempts) > 2, "another attempt")
     launch.end_training().wait_until_over()

@@ -50,6 +50,8 @@ def by_boundary(ctx):
         optimizer.step()
         ctx.log({"train/loss": loss})
         pause(ctx)
+        while ctx.attempt == 2 and step == 30 and not ctx._rank.page.stop_asked:  # not to be over before that
+            time.sleep(0.02)
         ctx.boundary(step + 1, save, total=60)
     return {"digest": digest(model.state_dict())}
 

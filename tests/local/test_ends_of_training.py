@@ -60,6 +60,8 @@ def accumulates(ctx):
         model(torch.ones(1, 1500)).sum().backward()
         state.count += 1
         time.sleep(0.1 if ctx.attempt == 1 else 0)
+        while ctx.attempt == 1 and step == 60 and not ctx._rank.page.stop_asked:  # not to be over before that
+            time.sleep(0.02)
     return {"count": state.count}
 
 def rots_within_an_epoch(ctx):
@@ -103,7 +105,8 @@ def evaluates_after_epochs(ctx):
     model = ctx.parallelize(nn.Linear(2, 2))
     data = torch.arange(400.0)[:, None]
     def error(batch, ids):
-        time.sleep(0.2 if ctx.attempt == 1 else 0)
+        while ctx.attempt == 1 and not ctx._rank.page.stop_asked:  # not to be over before that
+            time.sleep(0.02)
         return batch[:, 0]
     for epoch in ctx.epochs(2, model=model):
         for batch in ctx.batches(DataLoader(data, batch_size=8)):
