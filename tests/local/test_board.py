@@ -71,18 +71,23 @@ def shown(url: str) -> list[str]:
         return sorted(json.load(answer))
 
 
+def port_of_this_worker() -> int:
+    """Return a free port; from the default ones two boards that begin at the same time would choose the same."""
+    return free_port(range(20_000 + os.getpid() % 10_000, 60_000))
+
+
 def test_a_queued_run_appears_once_it_has_logged_and_sigterm_ends_all(project: Path) -> None:
     first, second, other = (RunDir(project / "runs" / name) for name in NAMES)
     log_a_value(first)
     log_a_value(other)
-    with board(project, "digits*", ends_by=signal.SIGTERM) as url:
+    with board(project, "digits*", "--port", str(port_of_this_worker()), ends_by=signal.SIGTERM) as url:
         wait_until(lambda: shown(url) == [first.name], "the run that has logged")
         log_a_value(second)
         wait_until(lambda: shown(url) == [first.name, second.name], "the run that was queued")
 
 
 def test_all_runs_on_a_port_and_ctrl_c(project: Path) -> None:
-    port = free_port(range(20_000 + os.getpid() % 10_000, 60_000))
+    port = port_of_this_worker()
     with board(project, "--port", str(port), ends_by=signal.SIGINT) as url:
         assert url.endswith(f":{port}/") and shown(url) == []  # none has logged
         refused = start(project, "--port", str(port))  # meanwhile another person takes the same port
