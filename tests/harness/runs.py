@@ -254,8 +254,10 @@ class Launch:
     def kill_job_script(self) -> Launch:
         """Kill job.sh, and the supervisor that it waits for."""
         script = parent_of(self.supervisor_pid)
+        os.kill(script, signal.SIGSTOP)  # it starts no other supervisor, and Slurm does not end this one for its death
+        self.kill_supervisor()
         os.kill(script, signal.SIGKILL)
-        return self.kill_supervisor()
+        return self
 
     def kill_agent(self, rank: int = 0) -> Launch:
         os.kill(self.agent_pid(rank), signal.SIGKILL)
