@@ -55,6 +55,7 @@ def test_what_a_cluster_refuses_and_what_it_holds_is_said(
     # `time: auto` is what the partition allows.
     launch = project.submit(*ON_SLURM, "clusters.slurm.partition=short", steps=5).wait_until_over()
     assert cluster.job(str(launch.status.job_id))["TimeLimit"] == "00:02:00"
+    wait_until(lambda: not queue(cluster), "an empty queue")  # a job goes on for a moment after its run is over
 
     # A prolog that fails: Slurm holds the job for ever.
     (tmp_path / "broken").touch()

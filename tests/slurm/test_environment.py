@@ -76,9 +76,7 @@ def test_a_setup_that_hides_slurm_and_fails_goes_to_another_node(slurm: Cluster,
 
 
 def test_a_node_without_slurms_commands_ends_the_job_with_a_line(slurm: Cluster, hides: Callable[..., Project]) -> None:
-    project = hides(
-        slurm, "name: nowhere\ncommand: [date]\nclusters: {slurm: {additional_parameters: {begin: now+4}}}\n"
-    )
+    project = hides(slurm, "name: nowhere\ncommand: [date]\nclusters: {slurm: {hold: true}}\n")
     client = project.folder / "client"
     client.mkdir()
     for name in SLURM:
@@ -87,7 +85,8 @@ def test_a_node_without_slurms_commands_ends_the_job_with_a_line(slurm: Cluster,
     launch = project.submit("--cluster=slurm")
     client.rename(project.folder / "gone")
     (job,) = slurm.command("squeue", "--noheader", f"--name={launch.run.name}", "--format=%i").split()
-    wait_until(lambda: slurm.job(job)["JobState"] == "FAILED", "the job to give its node back", 60)
+    slurm.command("scontrol", "release", job)
+    wait_until(lambda: slurm.job(job)["JobState"] == "FAILED", "the job to give its node back")
     words = launch.run.job_log.read_text()
     assert "no scontrol and srun on PATH of node" in words
     assert "Traceback" not in words
