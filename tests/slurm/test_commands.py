@@ -14,14 +14,21 @@ from jobkit.slurm import commands, jobs, nodes
 from jobkit.slurm.jobs import Job, controller_time, stop_cause
 
 OPTIONS = ("--output=/dev/null", "--chdir=/tmp", "--time=5")
-SLEEPS = "#!/bin/bash\nsrun --overlap sh -c 'trap \"touch $0\" TERM; while :; do sleep 0.2; done'\n"
+SLEEPS = """\
+#!/bin/bash
+name=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
+srun --overlap sh -c 'trap "touch $0/term" TERM; touch $0/'$name'; while :; do sleep 0.2; done'
+"""
 
 
 @pytest.fixture
 def script(tmp_path: Path) -> str:
-    """A batch script whose step ignores SIGTERM, so that a job stays in COMPLETING; the file `term` notes it."""
+    """A batch script whose step ignores SIGTERM, so that a job stays in COMPLETING; the file `term` notes it.
+
+    A file with the job's id says that the step does so: one that Slurm lists may not have come so far.
+    """
     path = tmp_path / "job.sh"
-    path.write_text(SLEEPS.replace("$0", str(tmp_path / "term")))
+    path.write_text(SLEEPS.replace("$0", str(tmp_path)))
     return str(path)
 
 
@@ -32,13 +39,12 @@ def shown(job_id: str) -> Job:
 
 
 def wait_for(job_id: str, state: str) -> None:
-    wait_until(lambda: shown(job_id).state == state, f"job {job_id} to be {state}", 60)
+    wait_until(lambda: shown(job_id).state == state, f"job {job_id} to be {state}")
 
 
-def wait_for_step(job_id: str) -> None:
+def wait_for_step(job_id: str, script: str) -> None:
     wait_for(job_id, "RUNNING")
-    steps = ("squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i")
-    wait_until(lambda: f"{job_id}.0" in commands.run(*steps), f"the step of job {job_id}", 60)
+    wait_until(Path(script).with_name(job_id).exists, f"the step of job {job_id}")
 
 
 def cause(job_id: str) -> str | None:
@@ -57,7 +63,7 @@ def test_a_job_goes_through_the_queue(
     assert [job.job_id for job in jobs.with_token(jobs.queue(), token)] == [held]
     jobs.exclude_nodes(held, "node1")
     commands.run("scontrol", "release", held)
-    wait_for_step(held)
+    wait_for_step(held, script)
     running = shown(held)
     assert (running.excluded, running.comment) == ("node1", f"jobkit {token}")
     assert running.nodes and running.nodes != "node1"
@@ -93,9 +99,9 @@ def test_a_preempted_job_is_told_from_a_cancelled_one(
     monkeypatch.setenv("SLURM_CONF", str(slurm.conf))
     preempted, cancelled = (commands.submit(script, *OPTIONS, "--exclusive") for _ in range(2))
     for job in (preempted, cancelled):
-        wait_for_step(job)
+        wait_for_step(job, script)
     slurm.preempt(preempted)
-    wait_until(lambda: cause(preempted), "the preemption", 60)
+    wait_until(lambda: cause(preempted), "the preemption")
     assert (shown(preempted).runs, cause(preempted)) == (True, "preempted")
     jobs.cancel(cancelled)
     assert cause(cancelled) == "cancelled"
@@ -103,7 +109,7 @@ def test_a_preempted_job_is_told_from_a_cancelled_one(
     chosen = shown(preempted).preempt_time
     assert chosen is not None
     # An end within a second of the preemption is PreemptMode=CANCEL's.
-    wait_until(lambda: controller_time() > chosen + 2, "another second", 60)
+    wait_until(lambda: controller_time() > chosen + 2, "another second")
     jobs.cancel(preempted)
     assert cause(preempted) == "cancelled"
 
@@ -112,7 +118,7 @@ def test_each_waiting_task_of_an_array_is_a_job(slurm: Cluster, script: str, mon
     monkeypatch.setenv("SLURM_CONF", str(slurm.conf))
     token = f"array-{os.getpid()}"
     array = commands.submit(script, *OPTIONS, "--array=0-4%1", f"--comment={token}")
-    wait_for_step(f"{array}_0")
+    wait_for_step(f"{array}_0", script)
     assert (shown(f"{array}_0").job_id, shown(f"{array}_3").job_id) == (f"{array}_0", f"{array}_3")
     tasks = {task: jobs_[0].state for (word, task), jobs_ in jobs.by_token(jobs.queue()).items() if word == token}
     assert tasks == {0: "RUNNING", **dict.fromkeys(range(1, 5), "PENDING")}
@@ -132,7 +138,7 @@ def test_a_controller_and_a_node_are_lost(
     assert (short.total_nodes, short.max_nodes, short.max_seconds, short.preempt_mode) == (1, 1, 600, "REQUEUE")
     assert [part.name for part in nodes.partitions(None)] == ["low"]
     job = commands.submit(script, *OPTIONS, "--nodes=2", "--no-kill", "--partition=low")
-    wait_for_step(job)
+    wait_for_step(job, script)
     assert nodes.batch_step_alive(job) and nodes.dead_node("node[1-2]") is None
 
     cluster.pause_controller()
@@ -151,7 +157,7 @@ def test_a_controller_and_a_node_are_lost(
 
     cluster.kill_node("node1")  # with the batch script
     assert not nodes.batch_step_alive(job)  # long before Slurm knows it
-    wait_until(lambda: nodes.dead_node("node[1-2]"), "Slurm to notice", 60)
+    wait_until(lambda: nodes.dead_node("node[1-2]"), "Slurm to notice")
     assert nodes.dead_node("node[1-2]") == "node1" and nodes.usable_nodes("low") == {"node2"}
     assert nodes.usable_nodes("short") == set()
     assert nodes.died_since("node1", 0.0)
