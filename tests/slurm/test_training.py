@@ -25,12 +25,16 @@ def test_preempted_twice_out_of_time_and_scancelled_changes_no_bit(
     shutil.copy(HARNESS / "training_task.py", project.folder)
     expected = result(before)
     pauses = {"step_seconds": 0.3, "last_attempt": 5}
-    launch = project.submit(*RESOURCES, "resources.time=0:01:00", steps=STEPS, **pauses)
+    launch = project.submit(*RESOURCES, "resources.time=1h", steps=STEPS, **pauses)
     for attempt in (1, 2):
         launch.wait_for_attempt(attempt).wait_for_step(launch.step + 20)
         cluster.preempt(str(launch.status.job_id))
         wait_until(lambda number=attempt: len(launch.ends) >= number, "the end of the attempt")  # type: ignore[misc]
-    launch.wait_for_attempt(4)  # after the time limit of attempt 3
+    job = str(launch.status.job_id)
+    # Slurm's shortest limit, for attempt 3 alone: a busy machine needs more than it for the others.
+    cluster.limit_start(job, restarts=2, minutes=1)
+    cluster.limit_start(job, restarts=3, minutes=60)
+    launch.wait_for_attempt(4)
     assert launch.causes == ["preempted", "preempted", "timeout"]
     launch.wait_for_step(launch.step + 20)
     cluster.command("scancel", str(launch.status.job_id))

@@ -310,6 +310,16 @@ class Cluster:
         place = ["--partition=high", f"--nodes={job['NumNodes']}", f"--nodelist={job['NodeList']}", "--exclusive"]
         return self.command("sbatch", "--parsable", *place, *script)
 
+    def limit_start(self, job_id: str | int, restarts: int, minutes: int) -> None:
+        """Give the start of a job after so many requeues another time limit, once the start before is over."""
+
+        def is_next() -> bool:
+            job = self.job(job_id)
+            return job["Restarts"] == str(restarts) and job["JobState"] in ("PENDING", "RUNNING")
+
+        wait_until(is_next, f"start {restarts} of job {job_id}")
+        self.command("scontrol", "update", f"JobId={job_id}", f"TimeLimit={minutes}")
+
     # Users and limits
 
     def as_user(self, name: str) -> dict[str, Any]:
