@@ -9,6 +9,7 @@ journal has the decision already: a requeue ends the process that asks for it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Collection, Sequence
@@ -66,6 +67,7 @@ def start_again(
         try:
             if (request := cancel_of(journal.status, journal.run)) is not None:  # it came since the attempt's end
                 journal.append(Cancelled(user=request.user))
+                _take_back(me)
                 return
             job, now = jobs.show(me.job_id), jobs.controller_time()
             is_queued = job is not None and job.is_requeued(now, me.restart)  # by Slurm itself, or by an earlier try
@@ -95,6 +97,14 @@ def start_again(
                 is_refused = True  # JobRequeue=0, --no-requeue
                 continue
         time.sleep(PAUSE_SECONDS)
+
+
+def _take_back(me: Me) -> None:
+    """End a job that is in the queue again, by Slurm itself or by an earlier try: its run is cancelled by now."""
+    with contextlib.suppress(SchedulerError):  # then the job ends by itself once it starts
+        job = jobs.show(me.job_id)
+        if job is not None and job.is_requeued(jobs.controller_time(), me.restart):
+            jobs.cancel(me.job_id)
 
 
 def _is_cancelled_since(job_id: str) -> bool:

@@ -40,6 +40,7 @@ class Slurm:
         monkeypatch.setattr(requeue.jobs, "requeue", lambda *a: self.answer("requeue", True, journals=True))
         monkeypatch.setattr(requeue.jobs, "exclude_nodes", lambda job_id, names: self.said.append(f"exclude {names}"))
         monkeypatch.setattr(requeue.jobs, "begin_later", lambda job_id, s: self.said.append(f"begin in {s:g} s"))
+        monkeypatch.setattr(requeue.jobs, "cancel", lambda job_id: self.said.append(f"scancel {job_id}"))
         monkeypatch.setattr(requeue.jobs, "queue", lambda: self.queue)
         monkeypatch.setattr(requeue.nodes, "usable_nodes", lambda partition: self.usable)
         monkeypatch.setattr(requeue.nodes, "expand", lambda names: [name for name in names.split(",") if name])
@@ -128,6 +129,14 @@ def test_a_cancel_that_comes_after_the_last_attempt_is_carried_out(slurm: Slurm,
     journal.run.ask("cancel", journal.status)
     start_again(journal, action)
     assert (slurm.said, journal.status.state) == ([], "cancelled")
+
+
+def test_a_cancel_takes_a_job_back_that_is_in_the_queue_again(slurm: Slurm, journal: Journal) -> None:
+    (journal.run.path / "requests").mkdir()
+    journal.run.ask("cancel", journal.status)
+    slurm.job = replace(JOB, state="PENDING", restarts=1)  # the end of its processes took the answer along
+    start_again(journal, "requeue")
+    assert (slurm.said, journal.status.state) == (["scancel 7"], "cancelled")
 
 
 def test_excluded_nodes_follow_the_requeue_beside_the_users_own(slurm: Slurm, journal: Journal) -> None:
