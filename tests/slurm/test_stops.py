@@ -13,14 +13,19 @@ RESOURCES = ("--cluster", "slurm", "resources.nodes=2", "resources.tasks_per_nod
 
 
 def stop_in_all_ways(project: Project, cluster: Cluster) -> tuple[Launch, Any]:
-    """A preemption with grace, jobkit preempt, the time limit of a minute, jobkit cancel, resume, scancel."""
-    launch = project.submit(*RESOURCES, "resources.time=0:01:00", steps=100_000)
+    """A preemption with grace, jobkit preempt, the time limit of a minute, jobkit cancel, resume, scancel.
+
+    Slurm's shortest limit is for attempt 3 alone: a busy machine needs more than it for the others.
+    """
+    launch = project.submit(*RESOURCES, "resources.time=1h", steps=100_000)
     launch.wait_for_step(20)
     job = str(launch.status.job_id)
     cluster.preempt(job)
     launch.wait_for_attempt(2).wait_for_step(50)
     project.jobkit("preempt", launch.run.name)
+    cluster.limit_start(job, restarts=2, minutes=1)
     launch.wait_for_attempt(3)
+    cluster.limit_start(job, restarts=3, minutes=60)
     launch.wait_for_attempt(4)  # after the time limit of attempt 3
     records = [cluster.job(job)]
 
@@ -91,22 +96,43 @@ def test_a_job_that_may_not_be_requeued_is_followed_by_another(
     launch.assert_repeated("none")
 
 
+WATCHES = """
+import os, time
+from jobkit.supervisor import requeue
+watch = requeue._is_cancelled_since
+def watch_longer(job_id):
+    while not os.path.exists("acted"):
+        time.sleep(0.05)
+    return watch(job_id)
+requeue._is_cancelled_since = watch_longer
+"""
+"""The second in which the supervisor watches the requeued job begins once the test has acted, within KillWait."""
+
+
 @pytest.mark.parametrize("requeue", [True, False], ids=["requeue", "successor"])
 def test_a_cancel_or_scancel_within_the_second_of_a_requeue_holds(
     make_slurm: Callable[..., Cluster], on_slurm: Callable[..., Project], requeue: bool
 ) -> None:
-    cluster = make_slurm(nodes=2, cred_expire=5, requeue=requeue)
+    cluster = make_slurm(nodes=2, cred_expire=5, kill_wait=60)
     project = on_slurm(cluster)
+    project.begin_with("jobkit.supervisor.main", WATCHES)
     for number, act in enumerate(("jobkit", "scancel") if requeue else ("jobkit",)):
         launch = project.submit(*RESOURCES, steps=100_000 + number).wait_for_step(20)
         job = str(launch.status.job_id)
+        if not requeue:
+            cluster.command("scontrol", "update", f"JobId={job}", "Requeue=0")
+        (project.folder / "acted").unlink(missing_ok=True)
+        cluster.command("scontrol", "update", "PartitionName=low", "State=DOWN")  # nothing starts before the cancel
         launch.run.ask("preempt", launch.status)
         wait_until(lambda launch=launch: launch.ends, "the end of the attempt")  # type: ignore[misc]
         if act == "scancel":
             cluster.command("scancel", job)
+            (project.folder / "acted").touch()
         else:
+            (project.folder / "acted").touch()
             said = project.jobkit("cancel", "-y", launch.run.name).stdout
             assert "cancelled at step" in said
         launch.wait_until(lambda me: me.status.state == "cancelled", "the run to be cancelled")
         wait_until(lambda: not cluster.command("squeue", "-h"), "an empty queue")
         assert launch.causes == ["preempted"]
+        cluster.command("scontrol", "update", "PartitionName=low", "State=UP")
