@@ -180,6 +180,11 @@ class Launch:
         (self.run.outputs / "enough").touch()
         return self
 
+    def end_save(self) -> Launch:
+        """Let scripted ranks that have `save_waits` end their saves."""
+        (self.run.outputs / "may_save").touch()
+        return self
+
     def wait_until_over(self) -> Launch:
         return self.wait_until(lambda me: me.status.is_over, "the end of the run")
 

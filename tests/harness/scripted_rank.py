@@ -48,6 +48,8 @@ def train(rank: Rank) -> dict[str, Any]:
         if rank.stop_asked and not params.get("ignores_stop"):
             rank.page.beat(rank.attempt, Phase.SAVING, step + 1)
             time.sleep(params.get("save_seconds", 0))
+            while params.get("save_waits") and not (rank.run.outputs / "may_save").exists():
+                time.sleep(0.05)
             write_slowly(rank, step + 1, params.get("write_seconds", 0))
             if rank.rank == 0:
                 checkpoint(rank, step + 1)

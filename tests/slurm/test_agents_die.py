@@ -29,6 +29,7 @@ def test_agents_die_and_no_node_is_to_blame(
         before = launch.supervisor_pid
         launch.kill_supervisor()
         wait_until(lambda before=before: launch.supervisor_pid != before, "the next supervisor")
+        launch.wait_until(lambda me: not me.run.failed_starts.exists(), "its agents to call: it has begun something")
         launch.wait_for_step(launch.step + 20)
     launch.kill_agent(2)  # the srun of the next one is beside a step of another supervisor
     launch.wait_for_attempt(5).wait_for_step(launch.step + 20)
@@ -46,11 +47,11 @@ def test_the_job_is_requeued_before_a_save_ends_that_takes_as_long_as_slurm_wait
     make_slurm: Callable[..., Cluster], on_slurm: Callable[..., Project]
 ) -> None:
     """PreemptMode=CANCEL without grace: Slurm ends all processes KillWait later, the supervisor too."""
-    cluster = make_slurm(nodes=2, cred_expire=5, grace=0, kill_wait=10, preempt="cancel")
-    launch = on_slurm(cluster).submit(*RESOURCES, steps=100_000, every=1000, save_seconds=6)
+    cluster = make_slurm(nodes=2, cred_expire=5, grace=0, kill_wait=30, preempt="cancel")
+    launch = on_slurm(cluster).submit(*RESOURCES, steps=100_000, every=1000, save_waits=True)
     launch.wait_for_step(20)
     cluster.preempt(str(launch.status.job_id))
-    launch.wait_for_attempt(2)
+    launch.wait_until(lambda me: me.ends, "the end of the attempt").end_save().wait_for_attempt(2)
     assert (launch.causes, launch.ends[0].next, launch.ends[0].durable_step) == (["preempted"], "requeue", None)
     launch.assert_repeated("none")
     launch.project.jobkit("cancel", "-y", "--no-grace", launch.run.name)
