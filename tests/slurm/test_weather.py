@@ -57,8 +57,8 @@ def test_a_long_outage_gives_the_nodes_back_and_the_same_job_comes_again(
     be(launch, "bucket")
     launch.wait_until(lambda me: me.ends and me.ends[-1].next == "requeue", "the end of the job's first start")
     earlier = launch.ends[:-1]
-    wait_until(lambda: slurm.job(job)["JobState"] == "PENDING", "the job in the queue")
-    assert slurm.job(job)["NodeList"] == ""
+    record = wait_until(lambda: (now := slurm.job(job))["JobState"] == "PENDING" and now, "the job in the queue")
+    assert record["NodeList"] == ""
     (launch.project.folder / "weather").unlink()
     assert result(launch) == fine
     assert [end.next for end in earlier] == ["in_place"] * len(earlier) and len(earlier) > 5
