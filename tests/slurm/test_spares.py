@@ -13,7 +13,7 @@ def test_the_run_goes_on_with_the_nodes_that_are_left(
     make_slurm: Callable[..., Cluster], on_slurm: Callable[..., Project]
 ) -> None:
     """Four nodes for two with ranks: they are lost one after the other, and the job is never requeued."""
-    cluster = make_slurm(nodes=4)
+    cluster = make_slurm(nodes=4, slurmd_timeout=3000)  # slurmctld asks its nodes each third of it, and once is enough
     nodes = set(cluster.settings.node_names)
     cluster.kill_node("node2")  # Slurm hears of it after SlurmdTimeout, and gives it to the job
     launch = on_slurm(cluster).submit(
