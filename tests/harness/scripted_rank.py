@@ -2,7 +2,8 @@
 
 It reports progress, leaves names of checkpoints, obeys a stop, and fails at the step that its params name, or later:
 once rank 0 has done that step, while the others wait.
-A test that interrupts it asks for more steps than it will see, and ends it with `Launch.end_training()`.
+A test that interrupts it asks for more steps than it will see, and ends it with `Launch.end_training()`. A save lasts
+until `Launch.end_save()` where the params have `save_waits`.
 
     params: {steps: 100, step_seconds: 0.02, every: 10, faults: [{kind: raise, rank: 1, step: 7, attempt: 1}]}
 """

@@ -44,7 +44,7 @@ def test_a_sweep_goes_on_in_turn_is_interrupted_and_the_same_command_finishes_it
 
 
 def test_a_sweep_that_was_cancelled_and_still_ends_starts_nothing_and_says_so(project: Project) -> None:
-    sweep = [*SWEEP[:1], *with_params({"steps": 100_000, "save_seconds": 6}), *SWEEP[2:], "--detach"]
+    sweep = [*SWEEP[:1], *with_params({"steps": 100_000, "save_waits": True}), *SWEEP[2:], "--detach"]
     project.jobkit("submit", str(project.yaml), *sweep)
     first = project.only_run().wait_for_step(5)
     running = project.jobkit("submit", str(project.yaml), *sweep)
@@ -54,6 +54,7 @@ def test_a_sweep_that_was_cancelled_and_still_ends_starts_nothing_and_says_so(pr
     first.wait_until(lambda me: me.run.request("cancel"), "the cancel")
     early = project.jobkit("submit", str(project.yaml), *sweep, "--json", check=False)
     assert (early.returncode, len(json.loads(early.stdout)["left"])) == (75, 2)
+    first.end_save()
     assert cancel.wait() == 0
     waited = project.jobkit("wait", file.name, check=False)
     assert (waited.returncode, "2 run(s) have not begun" in waited.stderr) == (75, True)
