@@ -18,6 +18,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 import jobkit
 
+SAMPLES = 960
+"""Of `train_dealt`: more than it takes in the time in which a test stops it."""
+
 
 class Points(Dataset[tuple[Tensor, Tensor]]):
     """Points of a function, with noise that is drawn when a sample is loaded."""
@@ -122,7 +125,7 @@ def train_epochs(ctx: jobkit.Context) -> dict[str, Any]:
 def train_dealt(ctx: jobkit.Context) -> dict[str, Any]:
     """An epoch over samples that DistributedSampler deals out to the ranks, each written down."""
     model = ctx.parallelize(network())
-    data = list(range(192))
+    data = list(range(SAMPLES))
     sampler: DistributedSampler[int] = DistributedSampler(data, ctx.world_size, ctx.rank)  # type: ignore[arg-type]
     folder = ctx.run_dir / "outputs" / "samples"
     folder.mkdir(parents=True, exist_ok=True)
