@@ -152,7 +152,7 @@ def write(folder: Path, script: str = "train.py") -> None:
     for name, text in texts.items():
         (folder / name).write_text(text)
     random = np.random.default_rng(0)
-    for number in range(40):
+    for number in range(160):  # more steps than a test takes to interrupt them
         file = folder / "data" / "train_64" / "box" / f"n{number % 2}" / f"{number}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(random.integers(0, 256, (4, 4, 3), dtype=np.uint8)).save(file)
