@@ -48,6 +48,12 @@ class Points(torch.utils.data.Dataset[Any]):
         return x, x.sin()
 
 
+def wait_for_checkpoint(ctx: Any, step: int) -> None:
+    """Wait until the checkpoint of this step is on the disk: a rank that fails does not wait for the thread."""
+    while not (ctx.run_dir / "checkpoints" / f"step_{step:08d}").is_dir():
+        time.sleep(0.02)
+
+
 def train(ctx: Any) -> dict[str, Any]:
     p = ctx.params
     model = ctx.parallelize(nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 4)))
@@ -59,6 +65,7 @@ def train(ctx: Any) -> dict[str, Any]:
         loss = ctx.backward(model, next(loader), nn.functional.mse_loss)
         ctx.update(optimizer)
         if step == 100 and weather("typo"):
+            wait_for_checkpoint(ctx, step)
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", "validatoin.bin")
         if weather("write"):
             raise OSError(errno.EIO, "Input/output error", "predictions.csv")
