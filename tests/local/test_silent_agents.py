@@ -11,7 +11,7 @@ from harness.runs import Project, is_alive, wait_until
 
 LIMITS = """\
 from jobkit.supervisor import allocation, starter
-allocation.AGENT_SECONDS, starter.READY_SECONDS = 15.0, 10.0
+allocation.AGENT_SECONDS, starter.READY_SECONDS = 30.0, 20.0
 """
 
 # Each start of an agent is a line of the file: what it does depends on how many came before.

@@ -96,7 +96,7 @@ def test_without_grace_nothing_is_saved(stopped: tuple[Launch, Any]) -> None:
 
 
 def test_a_time_limit_on_this_machine_ends_an_attempt_and_the_next_one_continues(project: Project) -> None:
-    launch = project.submit("--local", "--detach", "resources.time=6s", steps=100_000)
+    launch = project.submit("--local", "--detach", "resources.time=20s", steps=100_000)
     launch.wait_for_attempt(2).end_training().wait_until_over()
     first, second = launch.ends[:2]
     assert (launch.status.state, first.cause, first.next) == ("finished", "timeout", "in_place")
@@ -117,13 +117,13 @@ def test_a_moved_project_resumes(project: Project) -> None:
 
 
 def test_a_save_that_makes_progress_is_waited_for(project: Project) -> None:
-    """The time of a save counts from its last progress; here it is 5 s, for a save of 10."""
+    """The time of a save counts from its last progress; here it is 5 s, for a save of 10 and for one without end."""
     project.begin_with(
         "jobkit.supervisor.main", "from jobkit.supervisor import allocation\nallocation.MARGIN_SECONDS = 5"
     )
-    for key, is_saved in {"write_seconds": True, "save_seconds": False}.items():
+    for word, is_saved in {"write_seconds=10": True, "save_waits=true": False}.items():
         # The only checkpoint is that of the stop.
-        words = ("--local", "--detach", f"+params.{key}=10", "+params.every=1000000")
+        words = ("--local", "--detach", f"+params.{word}", "+params.every=1000000")
         launch = project.submit(*words, steps=100_000).wait_for_step(20)
         project.jobkit("cancel", "-y", launch.run.name)
         done, saved = launch.steps_done[1][-1] + 1, launch.run.durable_step()
