@@ -145,6 +145,9 @@ def mark(ctx):
     import os
     (ctx.run_dir / "outputs" / "ranks").mkdir(parents=True, exist_ok=True)
     (ctx.run_dir / "outputs" / "ranks" / str(ctx.rank)).write_text(f"{ctx.attempt} {os.getpid()}")"""
+PAUSE = """\
+        import os, time
+        time.sleep(float(os.environ.get("SAMPLE_SECONDS", 0)))"""
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -174,18 +177,17 @@ def test_a_script_under_torchrun_is_stopped_killed_and_ends_as_if_nothing_had_ha
         made = example(tmp_path / name, "huggingface")
         script = (made.folder / "train.py").read_text().replace('"steps": 300', '"steps": 30')
         script = script.replace("logging_steps=5", "logging_steps=1").replace("    text =", "    mark(ctx)\n    text =")
-        if name == "interrupted":  # slow enough to be stopped in the middle
-            script = script.replace(
-                "        start = index", "        __import__('time').sleep(0.003)\n        start = index"
-            )
+        script = script.replace("        start = index", f"{PAUSE}\n        start = index")
         made.write("train.py", script.replace("LENGTH = 64", f"LENGTH = 64\n{MARK}"))
-        process = subprocess.Popen(words, cwd=made.folder, env=made.environment)
+        # Slow enough to be stopped in the middle: a command takes seconds on a busy machine.
+        slow = {**made.environment, "SAMPLE_SECONDS": "0.02" if name == "interrupted" else "0"}
+        process = subprocess.Popen(words, cwd=made.folder, env=slow)
         launch = made.only_run()
         launches.append(launch)
         if name == "interrupted":
             launch.wait_for_step(5).project.jobkit("preempt", str(launch.run.path), "-y")
             process.wait(PATIENCE)
-            process = subprocess.Popen(words, cwd=made.folder, env=made.environment)
+            process = subprocess.Popen(words, cwd=made.folder, env=slow)
             launch.wait_for_attempt(2).wait_for_step(launch.ends[0].last_step + 3)  # type: ignore[operator]
             launch.kill_rank(1)
             process.wait(PATIENCE)

@@ -66,7 +66,8 @@ def test_a_run_that_is_killed_has_each_point_once_at_both_services(tmp_path: Pat
     project = training_project(tmp_path / "project", every=7)
     uri = (tmp_path / "mlruns").as_uri()
     mirrors = ("+mirror.wandb={mode: offline}", f"+mirror.mlflow={{uri: '{uri}'}}")
-    launch = project.submit("--local", "--detach", *mirrors, step_seconds=0.3, last_attempt=2)
+    # So many steps that the first file is there long before their end.
+    launch = project.submit("--local", "--detach", *mirrors, steps=300, step_seconds=0.3, last_attempt=2)
     launch.wait_for_step(20)
     launch.wait_until(lambda me: any(me.run.path.glob("wandb/offline-run-*/*.wandb")), "W&B's first file")
     launch.kill_rank(0)
@@ -75,13 +76,14 @@ def test_a_run_that_is_killed_has_each_point_once_at_both_services(tmp_path: Pat
     copy(launch, project.environment)  # on a busy machine 20 seconds are few
     expected = points(launch, "train/loss")
 
-    assert [step for step, _ in wandb_curve(launch, "train/loss")] == expected == list(range(60))
-    assert [step for step, _ in wandb_curve(launch, "validation/loss")] == [0, 20, 40, 60]
+    assert [step for step, _ in wandb_curve(launch, "train/loss")] == expected == list(range(300))
+    validated = list(range(0, 301, 20))
+    assert [step for step, _ in wandb_curve(launch, "validation/loss")] == validated
 
     client, run = mlflow_run(uri, launch)
     assert [metric.step for metric in client.get_metric_history(run.info.run_id, "train/loss")] == expected
-    assert [metric.step for metric in client.get_metric_history(run.info.run_id, "validation/loss")] == [0, 20, 40, 60]
-    assert (run.data.params["seed"], run.data.params["steps"], run.info.status) == ("0", "60", "FINISHED")
+    assert [metric.step for metric in client.get_metric_history(run.info.run_id, "validation/loss")] == validated
+    assert (run.data.params["seed"], run.data.params["steps"], run.info.status) == ("0", "300", "FINISHED")
     numbers = {name: value for name, value in last.items() if isinstance(value, float)}
     assert numbers == pytest.approx({name: run.data.metrics[name] for name in numbers})  # curves are float32
 
