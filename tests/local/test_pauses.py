@@ -56,7 +56,9 @@ def test_a_run_that_is_stopped_in_a_pause_goes_on_from_its_newest_snapshot(
     fail_at(project, step=60, pause=SHORT)
     project.jobkit(*FOREGROUND, "--detach")
     wait_for_pause(launch, 7)
-    os.kill(agent_pids(launch)[0], signal.SIGTERM)  # somebody's, or Slurm's before it says why
+    among = agent_pids(launch)
+    (agent,) = (pid for pid in among if parent_of(pid) not in among)
+    os.kill(agent, signal.SIGTERM)  # somebody's, or Slurm's before it says why
     wait_until(lambda: launch.run.durable_steps() == [20, 40, 60], "the snapshot on the disk")
     assert (len(launch.ends), launch.status.open_attempt) == (7, None), "it still waits"
     project.jobkit("cancel", "-y", launch.run.name)
