@@ -323,7 +323,8 @@ class Config:
         "true, false or warn", lambda value: isinstance(value, bool) or value == "warn", False
     )
     """Whether torch, cuDNN and cuBLAS compute the same bits from the same values each time, which may be slower. With
-    `true` the run fails at an operation that has no such form; `warn` goes on, and says so."""
+    `true` the run fails at an operation that has no such form; `warn` goes on, and says so. A `command:` has the
+    variables (`CUBLAS_WORKSPACE_CONFIG`, `NCCL_NVLS_ENABLE`), and torch's switches where it calls `jobkit.init`."""
     device: Literal["auto", "cuda", "npu", "xpu", "mps", "cpu"] = "auto"
     """Where tensors live; `auto` is the machine's accelerator if `gpus_per_task` is above 0, else the CPU."""
     backend: str = "auto"
@@ -358,6 +359,13 @@ class Config:
     after: list[str] = field(default_factory=list)
     """Names of runs that must be finished before this one starts; `--after` adds more."""
     verify: VerifyConfig = field(default_factory=VerifyConfig)
+
+    @property
+    def deterministic_variables(self) -> dict[str, str]:
+        """The variables that `deterministic` sets where nobody has, for libraries beside torch."""
+        # cuBLAS reads the first when it makes its first handle. Sums in NVLink's switch come in any order
+        # (github.com/NVIDIA/nccl/issues/1497).
+        return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"} if self.deterministic else {}
 
 
 SECTIONS: dict[str, list[str]] = {

@@ -5,8 +5,6 @@ worker/join.py calls this once, before the process group exists.
 
 from __future__ import annotations
 
-import os
-
 import torch
 import torch.distributed as dist
 
@@ -71,7 +69,6 @@ def set_determinism(deterministic: bool | str) -> None:
     """Make torch compute the same bits each time, as the YAML's `deterministic:` says."""
     if deterministic is False:
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS makes its first handle
     torch.use_deterministic_algorithms(True, warn_only=deterministic == "warn")
     torch.backends.cudnn.benchmark = False
 

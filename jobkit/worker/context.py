@@ -46,7 +46,7 @@ from jobkit.worker.repeated_steps import Repeats
 from jobkit.worker.reporter import Reporter
 from jobkit.worker.timing import Timing
 from jobkit.worker.tracked import Generators, PendingGradients, Tracked
-from jobkit.worker.values import Values
+from jobkit.worker.values import Values, replaced_by_restores
 
 
 @with_fitting_methods
@@ -269,6 +269,7 @@ class Context:
         if not isinstance(model, DistributedDataParallel):
             self._loop.own_time.waits()
         mean = self._step.backward(model, batch, loss, **sizes)
+        self._tracked.is_weighted = True
         self._health.see(self.step, mean, self._sample_ids)
         return mean
 
@@ -316,6 +317,16 @@ class Context:
         if self._loop.call or self._values is not None:
             raise UsageError("ctx.values comes before the loop, and once: give all values in one call")
         self._values = Values(values)
+        if found := replaced_by_restores(vars(self._values)):
+            path, kind = found
+            words = (
+                f"ctx.values: {path} is a {kind}: a restore would replace it, and the script would keep the old "
+                "one; ctx.track takes objects with state_dict and load_state_dict, jobkit.attributes(obj, 'a', 'b') "
+                "makes state of others"
+            )
+            if self._checkpointer.restored is None:
+                raise UsageError(words)
+            self._reporter.warn(words)  # the run began before this was refused
         self._tracked.add({}, {"values": self._values})
         return self._values
 
@@ -420,6 +431,7 @@ class Context:
         self._loop.boundary = Boundary() if restored is None else self._checkpoints.begin_with(restored.manifest.extra)
         if not self._epochs.restores_again:
             self._tracked.check_names()
+        self._tracked.check_plain_state()
         self._begin_reports(restored, Repeats(self._rank.page, self._before, self.step))
 
     def _average_replicas(self, step: int, is_last: bool) -> None:
@@ -445,8 +457,8 @@ class Context:
     # Logging
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Log numbers, or tensors of one element, to TensorBoard at the current step. Any rank may call it; rank 0's
-        are written.
+        """Log numbers, or tensors of one element, to TensorBoard at the current step; None is left out. Any rank may
+        call it; rank 0's are written.
 
         ctx.log({"train/loss": loss})
         """

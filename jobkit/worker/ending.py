@@ -56,7 +56,7 @@ def recorded(rank: Rank, program: Callable[[], Any]) -> tuple[int, End | None]:
         log.warning("%s", lost)
         return EXIT_RESUMABLE, None
     except BaseException as raised:
-        error = raised
+        error = explained(rank, raised)
     end = end_of(rank, error, result)
     record(rank, end)
     if end.kind == "failed" and error is not None:
@@ -65,6 +65,16 @@ def recorded(rank: Rank, program: Callable[[], Any]) -> tuple[int, End | None]:
         return EXIT_RESUMABLE, end
     code = error.code if isinstance(error, SystemExit) else EXIT_FAILED
     return EXIT_FINISHED if end.kind == "finished" else code if isinstance(code, int) else EXIT_FAILED, end
+
+
+def explained(rank: Rank, error: BaseException) -> BaseException:
+    """Return an error, or a user's mistake that is known by it and by where the loop is."""
+    if isinstance(error, StopIteration) and rank.page.read().phase is Phase.ENDING:
+        return UsageError(
+            "the epochs of ctx.epochs are over, and next() asked for another batch: give ctx.epochs as many epochs as "
+            "the steps need, or take ctx.loader, which has no end, and ctx.boundary: docs/adopting.md"
+        )
+    return error
 
 
 def record(rank: Rank, end: End) -> None:

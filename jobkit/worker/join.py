@@ -41,6 +41,8 @@ def join(rank: Rank, file: Path | None = None) -> Joined:
     They meet at MASTER_ADDR, or through `file`, a path that all of them see.
     """
     config = rank.config
+    for name, value in config.deterministic_variables.items():
+        os.environ.setdefault(name, value)
     set_determinism(config.deterministic)
     device = choose_device(config.device, config.resources.devices_per_rank, rank.local_rank)
     check_precision(device, config.precision)

@@ -95,6 +95,8 @@ class Reporter:
         numbers, and of tensors of a device copies."""
         now: dict[str, Any] = {}
         for tag, value in values.items():
+            if value is None:
+                continue
             if isinstance(value, torch.Tensor) and value.numel() == 1:
                 value = value.detach()
                 if value.device.type != "cpu":

@@ -42,7 +42,7 @@ from jobkit.run.yamlfile import Places
 from jobkit.worker import launched
 from jobkit.worker.calls import fitting
 from jobkit.worker.context import Context
-from jobkit.worker.ending import end_of, record
+from jobkit.worker.ending import end_of, explained, record
 from jobkit.worker.join import join, leave
 from jobkit.worker.launched import Launched
 from jobkit.worker.launcher import Topology, find_launch
@@ -190,6 +190,7 @@ class _ScriptEnd:
         shown = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            error = explained(self._rank, error)
             if isinstance(error, LostLease):
                 log.warning("%s", error)
                 os._exit(EXIT_RESUMABLE)

@@ -64,6 +64,10 @@ class Tracked:
         """True where a framework writes its own files into checkpoints."""
         self.given = Given()
         self._is_checked = False
+        self.is_weighted = False
+        """True if ctx.backward has weighted the parts of a global batch in the step under way."""
+        self._uneven: dict[Loader, int] = {}
+        """Tracked loaders with uneven parts, and the samples that they had handed out when the step began."""
         self._hook = register_optimizer_step_post_hook(self._note_step)
 
     def _note_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -213,15 +217,20 @@ class Tracked:
     def check_optimizers(self) -> None:
         """Raise UsageError for an optimizer that stepped and is not tracked, although what it changes is; or where
         nothing is tracked at all."""
+        if self.stepped and not self.is_weighted:
+            self._check_parts()
         unknown = [optimizer for optimizer in self.stepped.values() if optimizer not in self._accepted]
         if not unknown:
             return
-        tracked = {id(value) for value in self.objects.values()}
+        # A wrapper, as accelerate's, has the groups or the state of the optimizer within it.
+        own = (getattr(value, name, None) for value in self.objects.values() for name in ("param_groups", "state"))
+        tracked = {id(value) for value in (*self.objects.values(), *own) if value is not None}
         parameters = {id(item) for module in self.modules for item in module.parameters()}
         for optimizer in unknown:
             name = type(optimizer).__name__
             steps_ours = any(id(item) in parameters for group in optimizer.param_groups for item in group["params"])
-            if id(optimizer) not in tracked and steps_ours:
+            parts = (optimizer, optimizer.param_groups, optimizer.state)
+            if steps_ours and not any(id(part) in tracked for part in parts):
                 raise UsageError(
                     f"an optimizer ({name}) changes a tracked model and is not tracked: its state would be lost; call "
                     "ctx.track(optimizer=...) before the loop"
@@ -233,6 +242,25 @@ class Tracked:
                     "needs the one before"
                 )
             self._accepted.add(optimizer)
+
+    def check_plain_state(self) -> None:
+        """Before the first step: raise UsageError for a value that no checkpoint can hold."""
+        try:
+            self.before_look()
+            for _, walker in self.checkpointer.stager.walkers(self.entries):
+                walker.look()
+        except CheckpointError as error:
+            raise UsageError(f"{error}: no checkpoint could hold it") from error
+
+    def _check_parts(self) -> None:
+        """Raise UsageError for a step whose loader handed out uneven parts, and whose gradients nobody weighted."""
+        for loader, done in self._uneven.items():
+            if loader.done > done:
+                raise UsageError(
+                    f"ctx.loader: the ranks have uneven parts of a global batch of {loader.global_batch_size}, and "
+                    "loss.backward() counts the mean of each alike: use ctx.backward, which weights them, or a "
+                    "global_batch_size that the number of ranks divides"
+                )
 
     def check_state(self) -> None:
         """Before a save: the optimizers; at the first save after a step, that replicas are equal on all ranks."""
@@ -247,10 +275,14 @@ class Tracked:
 
     def begin_step(self) -> None:
         """A step begins: note which optimizers step in it. Raises UsageError as check_optimizers."""
-        self.has_begun = True
         if self.stepped:
             self.check_optimizers()
             self.stepped.clear()
+        if not self.has_begun and not self._drifts:
+            self._uneven = {item: 0 for item in self.objects.values() if isinstance(item, Loader) and item.is_uneven}
+        for loader in self._uneven:
+            self._uneven[loader] = loader.done
+        self.has_begun, self.is_weighted = True, False
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:

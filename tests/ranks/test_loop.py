@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from harness.ranks import make_context, run_ranks
 from harness.training import logged
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from jobkit.errors import Stopped, UsageError
 from jobkit.group import RankGroup
@@ -216,3 +217,95 @@ def test_a_trace_of_verify_has_each_ranks_samples_and_the_values_of_functions(tm
         assert [place.samples for place in boundaries] == [[3 * step + rank] for step in range(4)]
         values = {place.step: place.values.get("error") for place in places if place.event == "evaluated"}
         assert list(values) == [0, 2, 4] and None not in values.values() and len(set(values.values())) == 3
+
+
+def test_a_value_that_a_restore_would_replace_is_refused_at_first_and_said_later(tmp_path: Path) -> None:
+    ctx = alone(tmp_path, 1)
+    with pytest.raises(UsageError, match="rng is a Generator"):
+        ctx.values(rng=np.random.default_rng(0))
+    ctx = alone(tmp_path, 1)
+    ctx.track(model=nn.Linear(1, 1))
+    ctx.values(rng=None)
+    for _ in ctx.steps(3):
+        pass
+    ctx.close()
+    ctx = alone(tmp_path, 1, 2)
+    ctx.values(rng=np.random.default_rng(0))  # its run began before that was refused
+    assert any("rng is a Generator" in text for text in ctx._reporter._warnings)
+
+
+def test_a_value_that_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    class Meter:
+        def state_dict(self) -> dict[str, Any]:
+            return {"lines": (line for line in "ab")}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    ctx = alone(tmp_path, 1000)
+    ctx.track(model=nn.Linear(1, 1), meter=Meter())
+    with pytest.raises(UsageError, match="meter: lines: a generator cannot be saved"):
+        for _ in ctx.steps(400):
+            raise AssertionError("a step")
+    ctx._tracked.close()
+
+
+class Wrapper:
+    """An optimizer around another, as accelerate's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.state_dict, self.load_state_dict = optimizer.state_dict, optimizer.load_state_dict
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+
+def test_an_optimizer_is_tracked_by_its_wrapper(tmp_path: Path) -> None:
+    ctx, model = alone(tmp_path, 1000), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ctx.track(model=model, optimizer=Wrapper(optimizer))
+    for _ in ctx.steps(3):
+        model(torch.ones(1)).backward()
+        optimizer.step()
+    ctx.finish()
+
+
+def test_a_value_that_is_none_is_left_out_of_the_curves(tmp_path: Path) -> None:
+    ctx = alone(tmp_path, 1000)
+    ctx.track(model=nn.Linear(1, 1))
+    for step in ctx.steps(3):
+        ctx.log({"a": None if step == 1 else 1.0})
+    ctx.finish()
+    assert points(tmp_path / "test-01234567" / "tensorboard", "a") == [0, 2]
+
+
+def uneven(ranks: RankGroup, folder: Path, by_hand: bool) -> bool:
+    """Train 2 steps of a global batch of 10; returns whether the gradients by hand were refused."""
+    ctx = make_context(folder, ranks, Config(name="test", task="m:f", checkpoint=CheckpointConfig(every=100)))
+    model = ctx.parallelize(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = ctx.loader(TensorDataset(torch.ones(30, 1), torch.ones(30, 1)), global_batch_size=10)
+    ctx.track(model=model, optimizer=optimizer, loader=loader)
+    try:
+        for _ in ctx.steps(2):
+            x, y = next(loader)
+            if by_hand:
+                nn.functional.mse_loss(model(x), y).backward()
+            else:
+                ctx.backward(model, (x, y), nn.functional.mse_loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    except UsageError as error:
+        assert "global batch of 10" in str(error)
+        return True
+    finally:
+        ctx._tracked.close()
+    return False
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_uneven_parts_of_a_global_batch_are_weighted_by_ctx_backward_or_refused(tmp_path: Path, by_hand: bool) -> None:
+    assert run_ranks(uneven, 3, tmp_path, by_hand) == [by_hand] * 3
+    if by_hand:  # two ranks have equal parts
+        assert run_ranks(uneven, 2, tmp_path / "even", by_hand) == [False] * 2
