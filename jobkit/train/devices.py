@@ -5,8 +5,11 @@ worker/join.py calls this once, before the process group exists.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from jobkit.errors import DistributedError
 
@@ -71,6 +74,21 @@ def set_determinism(deterministic: bool | str) -> None:
         return
     torch.use_deterministic_algorithms(True, warn_only=deterministic == "warn")
     torch.backends.cudnn.benchmark = False
+
+
+def devices_of(value: Any) -> list[torch.device]:
+    """Return the accelerators on which the tensors of a module, of an optimizer's parameters, or of plain values are.
+
+    Their generators may be drawn from: dropout of a second device draws from that one's.
+    """
+    if isinstance(value, torch.nn.Module):
+        tensors: list[Any] = [*value.parameters(), *value.buffers()]
+    elif isinstance(value, torch.optim.Optimizer):
+        tensors = [item for group in value.param_groups for item in group["params"]]
+    else:
+        tensors = tree_leaves(value)
+    found = dict.fromkeys(item.device for item in tensors if isinstance(item, torch.Tensor))
+    return [device for device in found if device.type not in ("cpu", "meta")]
 
 
 def peak_memory(device: torch.device) -> int | None:

@@ -51,8 +51,9 @@ def seed_generators(seed: int, *devices: torch.device) -> None:
     """Seed Python's, NumPy's and torch's generators; of accelerators only the `devices`: the rest are other ranks'."""
     seed_cpu_generators(seed)
     for device in _accelerators(devices):
-        with torch.device(device):
-            torch.get_device_module(device).manual_seed(seed)
+        module = torch.get_device_module(device)
+        with module.device(device):  # torch.device(...) would choose where tensors are made, and no generator
+            module.manual_seed(seed)
 
 
 def generator_state(*devices: torch.device) -> dict[str, Any]:

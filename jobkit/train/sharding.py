@@ -85,13 +85,6 @@ def _blocks(module: nn.Module, has_blocks: bool) -> Iterator[nn.Module]:
             yield from _blocks(child, is_list)
 
 
-def reshard(module: nn.Module) -> None:
-    """Drop the parameters of other ranks that zero2 keeps after a forward, until a backward pass."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
-
-
 def _uses(module: nn.Module) -> Counter[nn.Parameter]:
     """Return at how many places in a module each parameter is."""
     parts = (part for _, part in module.named_modules(remove_duplicate=False))

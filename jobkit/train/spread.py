@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -57,6 +58,8 @@ class Spread:
         self.data_rank, self.data_size = self.layout.data_rank(ranks.rank), self.layout.data
         self.modules: list[nn.Module] = []
         """The modules that `parallelize` returned."""
+        self._gathers: dict[FSDPModule, None] = {}
+        """The parts of modules that fully_shard divides, and that a forward may leave gathered."""
         self.optimizers: list[torch.optim.Optimizer] = []
         """The optimizers that `optimizer` returned."""
         self.orders = GradientOrders()
@@ -91,6 +94,14 @@ class Spread:
                 self.stages = self._mesh["pipeline"].get_group()
         self.forward_is_collective = self._mesh is not None
         """True where all ranks make a forward together, as of sharded weights: they evaluate as many batches each."""
+
+    def watch(self, value: Any) -> None:
+        """Take note of what fully_shard divides in a tracked object, whoever called it."""
+        if not isinstance(value, nn.Module) or (value in self.modules and not self._keeps_gathered):
+            return
+        parts = [part for part in plain_module(value).modules() if isinstance(part, FSDPModule)]
+        self._gathers |= dict.fromkeys(parts)
+        self.forward_is_collective = self.forward_is_collective or bool(parts)
 
     def parallelize(self, module: nn.Module, **options: bool) -> nn.Module:
         """Return the module on this rank's device, with rank 0's weights, spread over the ranks. All ranks call it.
@@ -261,17 +272,15 @@ class Spread:
             yield
 
     @property
-    def keeps_gathered(self) -> bool:
+    def _keeps_gathered(self) -> bool:
         """True if a forward without a backward pass leaves whole parameters in the place of shards (zero2)."""
         return self._is_sharded and self._config.parallel.data not in ("zero3", "hsdp")
 
     def reshard(self) -> None:
-        """Put the shards back: at each boundary, and before parameters are changed by hand."""
-        if self.keeps_gathered:
-            from jobkit.train.sharding import reshard
-
-            for module in self.modules:
-                reshard(module)
+        """Put the shards back: at each boundary, before the state is read or restored, and before parameters are
+        changed by hand. At each boundary, for the next forward shall see the same whether a save came or not."""
+        for part in self._gathers:
+            part.reshard()
 
     def check_frozen(self) -> None:
         """Raise UsageError for a parameter that DDP takes for frozen, and that is trained now."""

@@ -29,6 +29,7 @@ from jobkit.errors import CheckpointError, JobkitError, Stopped, UsageError
 from jobkit.run.files import is_there
 from jobkit.run.records import Start
 from jobkit.run.slots import Phase, page_before, slots_of
+from jobkit.train.devices import devices_of
 from jobkit.train.loader import Loader
 from jobkit.train.seeds import derive_seed, seed_generators
 from jobkit.train.spread import Spread
@@ -90,7 +91,8 @@ class Context:
         """The run's directory; files of your own belong in `outputs/` below it, which exists."""
         rank.run.outputs.mkdir(exist_ok=True)
         self._rank, self._ranks = rank, joined.ranks
-        self._devices = (joined.device,)
+        self._devices = [joined.device]
+        """The devices whose generators this rank has: its own, and those of tracked tensors."""
         place = Place(rank.rank, rank.world_size, rank.local_world_size, disks_of(rank.run.path, rank, joined.ranks))
         self._checkpointer = Checkpointer(
             rank.run.checkpoints,
@@ -104,6 +106,7 @@ class Context:
             slots=slots_of(environ),
             before=joined.ranks.broadcast(older_than(rank) if self.is_main else None),
             best_mode=config.checkpoint.best.mode if config.checkpoint.best is not None else "min",
+            device=joined.device,
         )
         restored = self._checkpointer.restored
         start = joined.ranks.broadcast(rank.run.start() if self.is_main else None)
@@ -135,7 +138,7 @@ class Context:
         self._averaged_step = 0
         if self._spread.drifts:
             self._loop.before_boundary = self._average_replicas
-        elif self._spread.keeps_gathered:
+        else:
             self._loop.before_boundary = lambda step, is_last: self._spread.reshard()
         self._tracked.before_look = self._spread.reshard
         self._tracked.before_save = self._spread.check_frozen
@@ -306,6 +309,9 @@ class Context:
             raise UsageError("ctx.track comes before the loop: no attempt would restore what is tracked later")
         if per_rank is not None and not isinstance(per_rank, Mapping):
             raise UsageError(f"ctx.track(per_rank=...): expected {{name: object}}, found {type(per_rank).__name__}")
+        for value in (*objects.values(), *(per_rank or {}).values()):
+            self._spread.watch(value)
+            self._devices += [device for device in devices_of(value) if device not in self._devices]
         self._tracked.add(objects, per_rank or {})
 
     def values(self, **values: Any) -> Any:
@@ -327,6 +333,7 @@ class Context:
             if self._checkpointer.restored is None:
                 raise UsageError(words)
             self._reporter.warn(words)  # the run began before this was refused
+        self._devices += [device for device in devices_of(values) if device not in self._devices]
         self._tracked.add({}, {"values": self._values})
         return self._values
 

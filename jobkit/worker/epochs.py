@@ -35,7 +35,7 @@ class Epochs:
         loop: Loop,
         tracked: Tracked,
         restore_again: Callable[[], None],
-        devices: tuple[torch.device, ...],
+        devices: Sequence[torch.device],
         rank: int = 0,
         world_size: int = 1,
     ) -> None:

@@ -10,7 +10,7 @@ parameters must be tracked, and what is called replicated is equal on all ranks 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -52,7 +52,7 @@ class Tracked:
         self.stepped: dict[int, torch.optim.Optimizer] = {}
         """Optimizers that stepped in the step under way."""
         self.before_look: Callable[[], None] = lambda: None
-        """Puts the state where it is saved from."""
+        """Puts the state where it is saved from, and restored to."""
         self.before_save: Callable[[], None] = lambda: None
         """Raises UsageError for a state that no longer fits together."""
         self.on_step: Callable[[torch.optim.Optimizer], None] | None = None
@@ -101,6 +101,7 @@ class Tracked:
 
     def restore_again(self) -> None:
         """Read everything once more: lines that ran since may have changed it."""
+        self.before_look()
         self.checkpointer.restore_again()
         if self.given.is_start:
             self.given.apply(self.objects)
@@ -126,6 +127,7 @@ class Tracked:
 
     def _restore(self, entries: list[Entry]) -> None:
         self.entries += entries
+        self.before_look()
         self.checkpointer.restore(entries)
 
     def _entry(self, name: str, value: Any, *, per_rank: bool) -> Entry:
@@ -394,7 +396,7 @@ class Generators:
     data: ranks that compute one share together draw alike.
     """
 
-    def __init__(self, seed: int | None, rank: int, world_size: int, devices: tuple[torch.device, ...]) -> None:
+    def __init__(self, seed: int | None, rank: int, world_size: int, devices: Sequence[torch.device]) -> None:
         self._seed, self._rank, self._world_size, self._devices = seed, rank, world_size, devices
 
     def begin(self) -> None:

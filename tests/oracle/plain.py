@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -281,6 +281,52 @@ def train_uninterrupted(place: Any, steps: int, size: int) -> Arrays:
         optimizer.zero_grad()
         scheduler.step()
     return arrays(model.named_parameters())
+
+
+class Rooted(Net):
+    """A network whose root has a parameter of its own: fully_shard leaves it gathered after a forward."""
+
+    def __init__(self) -> None:
+        super().__init__(*[Block() for _ in range(3)])
+        self.shift = nn.Parameter(torch.linspace(-1, 1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.shift)
+
+
+def own_shards(reshard: bool | None) -> nn.Module:
+    """Return a network that fully_shard divides over all ranks and gathers in bf16."""
+    torch.manual_seed(0)
+    model, policy = Rooted(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in (*model.children(), model):
+        fully_shard(part, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    return model
+
+
+def sharded_step(model: nn.Module, optimizer: torch.optim.Optimizer, place: Any, step: int) -> float:
+    """Make an update, and validate every second time; return the loss."""
+    loss = mse((x := model(share(place, batch_of(step))[0])), share(place, batch_of(step))[1].to(x.dtype))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step % 2:
+        with torch.no_grad():
+            model(batch_of(100)[0])
+    return loss.item()
+
+
+def train_own_shards(place: Any, reshard: bool | None) -> tuple[Arrays, list[float]]:
+    model, losses = own_shards(reshard), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(9):
+        losses.append(sharded_step(model, optimizer, place, step))
+    with torch.no_grad():
+        mean = torch.cat([model(x)[:, 0].double() for x in batch_of(100, 7)[0].split(2)]).mean().item()
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+    return arrays(model.named_parameters()), [*losses, mean]
 
 
 def dropped() -> nn.Module:
