@@ -48,6 +48,8 @@ DTYPES = {
 }
 """The dtypes of safetensors, by torch's."""
 
+_NOTHING = torch.empty(0)
+
 NAMED = 3
 """Paths of an entry's pickled values that are named: a replay buffer has one for each transition."""
 
@@ -159,6 +161,8 @@ class Stager:
         self._numbers: dict[str, list[int]] = {}
         """The pieces of each leaf."""
         self._sources: list[torch.Tensor] = []
+        self._passing: list[int] = []
+        """The sources that are forgotten after the copy: a gradient would keep its memory until the next one."""
         self._targets: list[torch.Tensor] = []
         self._slab: torch.Tensor | None = None
         self._target: torch.Tensor | None = None
@@ -204,9 +208,12 @@ class Stager:
         text = json.dumps(skeletons, separators=(",", ":")).encode()
         size = self._tensor_bytes + len(text)
         into = memory(size, len(self._prefix.encode()) + 2 * PAGE)
-        if into is None:
+        ready = None if into is None else self._copy(into)
+        for number in self._passing:
+            self._sources[number] = _NOTHING
+        self._passing = []
+        if into is None or ready is None:
             return None
-        ready = self._copy(into)
         into[self._tensor_bytes : size] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         return Staged(self._prefix, self._tensor_bytes, into[:size], ready, pickled, size)
 
@@ -272,11 +279,15 @@ class Stager:
         if self.ranks.anywhere(is_new):
             self._divide(list(_named_leaves(lives, self.place.rank)))
             self._forms = {entry.name: [_form(*leaf) for leaf in live.leaves.items()] for entry, live in lives}
-            self._sources = [torch.empty(0)] * len(self._pieces)
+            self._sources = [_NOTHING] * len(self._pieces)
             changed = lives
-        for name, leaf, _ in _named_leaves(changed, self.place.rank):
-            for number in self._numbers.get(name, ()):
-                self._sources[number] = _source(_local(leaf), self._pieces[number])
+        for entry, live in changed:
+            for name, leaf, _ in _named_leaves([(entry, live)], self.place.rank):
+                numbers = self._numbers.get(name, [])
+                for number in numbers:
+                    self._sources[number] = _source(_local(leaf), self._pieces[number])
+                if not self._walkers[entry.name][1].keeps_leaves:
+                    self._passing += numbers
         if changed:
             self._gpus = list(dict.fromkeys(source.device for source in self._sources if source.is_cuda))
 

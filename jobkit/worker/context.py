@@ -154,7 +154,7 @@ class Context:
         if restored is not None:
             self.checkpoint = framework_files.folder_of(restored.path)
         if self._loop.trace is not None:
-            self._loop.trace.samples = self._sample_ids
+            self._loop.trace.samples = lambda: self._samples()()
         if config.seed is not None:  # equal on all ranks, for equal initial weights
             seed_generators(derive_seed(config.seed, "init"), *self._devices)
         Context._current = self
@@ -273,7 +273,7 @@ class Context:
             self._loop.own_time.waits()
         mean = self._step.backward(model, batch, loss, **sizes)
         self._tracked.is_weighted = True
-        self._health.see(self.step, mean, self._sample_ids)
+        self._health.see(self.step, mean, self._samples())
         return mean
 
     def update(self, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None) -> Tensor | None:
@@ -471,7 +471,7 @@ class Context:
         """
         for name, value in self._reporter.log(self.step, values).items():
             if "loss" in name.rpartition("/")[2]:
-                self._health.see(self.step, value, self._sample_ids)
+                self._health.see(self.step, value, self._samples())
 
     def log_image(self, tag: str, image: Tensor) -> None:
         """Log an image [C, H, W] or [H, W], uint8 or float in [0, 1]."""
@@ -590,6 +590,13 @@ class Context:
         self._checkpointer.close()
         self._tracked.close()
 
-    def _sample_ids(self) -> list[int]:
-        """Return the ids of this rank's samples in the step under way."""
-        return [sample for loader in self._step.loaders for sample in loader.sample_ids] or self._epochs.sample_ids
+    def _samples(self) -> Callable[[], list[int]]:
+        """Return a function that gives the ids of this rank's samples in the step under way, in later steps too: a loss
+        on a device is read when others are under way."""
+        places, batches = [(loader, loader.done) for loader in self._step.loaders], self._epochs.sample_ids
+
+        def ids() -> list[int]:
+            own = [sample for loader, done in places for sample in loader.ids_of(done)]
+            return own or [sample for batch in batches for sample in batch]
+
+        return ids

@@ -94,10 +94,10 @@ class Epochs:
         return self._loop.boundary.batch
 
     @property
-    def sample_ids(self) -> list[int]:
-        """The ids of this rank's samples in the batch under way."""
+    def sample_ids(self) -> list[list[int]]:
+        """Of each loader of the pass under way, the ids of this rank's samples in the batch under way."""
         after = not self._loop.is_in_step
-        return [sample for part in self._passes for sample in part.ids(max(0, part.taken - after))]
+        return [part.ids(max(0, part.taken - after)) for part in self._passes]
 
     def epochs(self, total: int) -> Iterator[int]:
         loop = self._loop

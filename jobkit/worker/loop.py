@@ -165,6 +165,8 @@ class Loop:
         self._pending = None
         if is_last:
             return
+        if decision.stop or decision.disk or decision.memory or due:
+            self.check_health()  # what is saved waits for the losses that the device has not computed yet
         if decision.stop:
             self._stop(None)
         if decision.disk or due:
@@ -203,7 +205,7 @@ class Loop:
             stop=self._rank.stop_asked or self._drill_stops("stop", "epoch end"),
             disk=self._checkpoints.urgency(step) if disk or disk_now else before_last and self.drill is None,
             memory=memory or memory_now,
-            bad=self._health.is_bad(),
+            bad=self._health.is_bad(waits=False),
             step_seconds=self._timing.measure(step),
             complete=self._checkpoints.checkpointer.snapshots.complete,
             peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -243,7 +245,7 @@ class Loop:
         raise error
 
     def check_health(self) -> None:
-        """Raise NotFinite, on all ranks, for a loss since the last agreement. Before the final checkpoint."""
+        """Raise NotFinite, on all ranks, for any loss so far: before a save."""
         if self._ranks.anywhere(self._health.is_bad()):
             self._fail()
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from harness.busy_device import BusyDevice
 from harness.ranks import make_context, run_ranks
 from harness.training import logged
 from torch import nn
@@ -159,6 +161,36 @@ def test_a_loss_that_is_no_number_names_the_samples_of_its_batch(tmp_path: Path)
                 ctx.log({"loss": float("nan") if number == 3 else 1.0})
     ctx.close()
     assert caught.value.samples == [6, 7]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_loss_that_the_device_has_not_computed_yet_is_waited_for_before_a_save_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
+    """Its samples are those of its step, four steps before the save."""
+    device, ctx = BusyDevice(monkeypatch), alone(tmp_path, 6)
+    monkeypatch.setattr("jobkit.worker.decide.AGREEMENT_SECONDS", 0.0)  # each step has an agreement
+    waits = []
+
+    def step(number: int) -> None:
+        waits.append(device.waits)
+        ctx.log({"loss": device.tensor(math.nan if number == 2 else 1.0)})
+
+    with pytest.raises(NotFinite) as caught:
+        if own:
+            for _ in ctx.epochs(1, model=nn.Linear(1, 1)):
+                for number, _ in enumerate(ctx.batches(DataLoader(range(40), batch_size=2))):  # type: ignore[arg-type]
+                    step(number)
+        else:
+            loader = ctx.loader(torch.arange(40), global_batch_size=2, shuffle=False)
+            ctx.track(model=nn.Linear(1, 1), loader=loader)
+            for number in ctx.steps(20):
+                next(loader)
+                step(number)
+    ctx.close()
+    assert waits == [0] * 6 and device.waits > 0
+    assert (caught.value.step, caught.value.samples) == (2, [4, 5])
+    assert ctx._rank.run.durable_steps() == []
 
 
 def test_texts_with_which_an_epoch_began_come_back(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.busy_device import BusyDevice
 from harness.ranks import make_rank
 from harness.training import logged
 
@@ -151,6 +152,21 @@ def test_a_loss_that_is_no_number_names_its_step_and_samples(value: object) -> N
     error = health.error
     assert error is not None
     assert (error.step, error.samples) == (4, [7, 8])
+
+
+def test_a_loss_on_a_device_is_read_once_it_is_there_and_names_the_samples_of_its_own_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, health = BusyDevice(monkeypatch), Health(ignores=False)
+    for step in range(3):
+        health.see(step, device.tensor(math.nan if step == 1 else 1.0), lambda step=step: [step])  # type: ignore[misc]
+        assert not health.is_bad(waits=False)
+    assert device.waits == 0
+    device.is_done = True
+    health.see(3, device.tensor(1.0), lambda: [3])
+    assert health.is_bad(waits=False)
+    assert health.error is not None
+    assert (health.error.step, health.error.samples) == (1, [1])
 
 
 def test_steps_between_frequent_evaluations_have_a_speed(monkeypatch: pytest.MonkeyPatch) -> None:
