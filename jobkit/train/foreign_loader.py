@@ -4,8 +4,9 @@
       --seeds--> the sampler's draws | the draws of a batch's samples and of its collate, by (base, batch)
 
 A checkpoint holds (base, batches taken); batches that are done are skipped without loading. A stream is read again, or
-goes on from its own state. All of it happens on a copy of the loader. worker/epochs.py and the adapters of frameworks
-call this. A dataset with a generator of its own draws what it draws: it is a limit.
+goes on from its own state. All of it happens on a copy of the loader: one for each pass, or one for all where workers
+persist. worker/epochs.py and the adapters of frameworks call this. A dataset with a generator of its own draws what it
+draws: it is a limit.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count, islice
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.data import (
@@ -141,32 +143,42 @@ class Pass:
         for owner in (loader, loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
             if isinstance(generator := getattr(owner, "generator", None), torch.Generator):
                 generator.manual_seed(derive_seed(self.base, "generator"))
-        clone = copy.copy(loader)
-        changes = {
-            "generator": torch.Generator().manual_seed(derive_seed(self.base, "workers")),
-            "worker_init_fn": WorkerInit(loader.worker_init_fn),
-            "persistent_workers": False,  # workers of the pass before would hold that pass's seeds
-            "_iterator": None,
-        }
-        is_stream = isinstance(loader.dataset, IterableDataset)
-        vars(clone).update(changes if is_stream else changes | self._by_place(loader))  # DataLoader's own are read-only
-        fork_workers(clone)
-        return self._read(clone) if is_stream else iter(clone)
+        if isinstance(loader.dataset, IterableDataset):  # its workers draw by the pass, so each pass has new ones
+            return self._read(_clone(loader, {}, derive_seed(self.base, "workers"), persist=False))
+        persists = loader.persistent_workers and type(loader).__iter__ is DataLoader.__iter__
+        return self._over_kept(loader) if persists else iter(self._by_place(loader))
 
-    def _by_place(self, loader: DataLoader[Any]) -> dict[str, Any]:
-        """Return the parts of a loader whose sampler, dataset and collate draw by place."""
+    def _over_kept(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Yield the batches that the workers of the pass before load; what they draw comes with each batch."""
+        kept = _KEPT.pop(loader, None)  # a second pass at the same time has workers of its own
+        if kept is None:
+            kept = self._by_place(loader, persist=True)
+        else:
+            sampler: Any = kept.batch_sampler if kept.batch_sampler is not None else kept.sampler
+            sampler.places = self._places(loader)
+        try:
+            yield from kept
+        finally:
+            _KEPT[loader] = kept
+
+    def _by_place(self, loader: DataLoader[Any], *, persist: bool = False) -> DataLoader[Any]:
+        """Return a copy of a loader whose sampler, dataset and collate draw by place."""
+        changes = {
+            "dataset": SeededDataset(loader.dataset, loader.collate_fn),
+            "batch_sampler" if loader.batch_sampler is not None else "sampler": _OfPass(self._places(loader)),
+            "collate_fn": as_it_is,
+        }
+        # A worker that persists may draw as it starts: alike in the first pass of each attempt.
+        return _clone(loader, changes, derive_seed(torch.initial_seed() if persist else self.base, "workers"), persist)
+
+    def _places(self, loader: DataLoader[Any]) -> Places:
         by_batch = loader.batch_sampler is not None
         sampler: Any = loader.batch_sampler if by_batch else loader.sampler
         if self.skipped:
             rest = _After(loader.sampler, self.skipped)
             sampler = BatchSampler(rest, loader.batch_size or 1, loader.drop_last) if by_batch else rest
         is_plain = type(loader.sampler) in PLAIN_SAMPLERS and type(loader.batch_sampler) in (BatchSampler, type(None))
-        places = Places(sampler, self.base, self._draws, self._first, self._ids, AHEAD if is_plain else 1)
-        return {
-            "dataset": SeededDataset(loader.dataset, loader.collate_fn),
-            "batch_sampler" if by_batch else "sampler": places,
-            "collate_fn": as_it_is,
-        }
+        return Places(sampler, self.base, self._draws, self._first, self._ids, AHEAD if is_plain else 1)
 
     def _read(self, loader: Any) -> Iterator[Any]:
         """Yield batches of a stream, or of any iterable, whose draws follow from (base, batch).
@@ -195,6 +207,36 @@ class Pass:
             if number >= self._first:
                 yield batch
             number += 1
+
+
+_KEPT: WeakKeyDictionary[DataLoader[Any], DataLoader[Any]] = WeakKeyDictionary()
+"""Of each loader whose workers persist, the copy of it that has them, while no pass is under way."""
+
+
+def _clone(loader: DataLoader[Any], changes: Mapping[str, Any], seed: int, persist: bool) -> DataLoader[Any]:
+    """Return a copy of a loader with other parts, whose workers are seeded so."""
+    clone = copy.copy(loader)
+    own: dict[str, Any] = {
+        "generator": torch.Generator().manual_seed(seed),
+        "worker_init_fn": WorkerInit(loader.worker_init_fn),
+        "persistent_workers": persist,
+        "_iterator": None,
+    }
+    vars(clone).update({**own, **changes})  # DataLoader's own are read-only
+    return fork_workers(clone)
+
+
+class _OfPass:
+    """The sampler of a loader: that of the pass under way."""
+
+    def __init__(self, places: Places) -> None:
+        self.places = places
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.places)
 
 
 def _has_state(value: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import random
 import time
 from collections import Counter
@@ -32,6 +33,7 @@ from tqdm import tqdm
 from jobkit.errors import Stopped, UsageError
 from jobkit.group import RankGroup
 from jobkit.log import log
+from jobkit.train.foreign_loader import Pass
 from jobkit.train.loader import Loader
 
 LENGTH = 22
@@ -101,6 +103,25 @@ class InTurn:
         self.offset = state["offset"]
 
 
+DRAWN = [0.0]
+
+
+class Started(Noisy):
+    """Samples with the number that the worker has drawn as it started."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, random.random(), DRAWN[0]])
+
+
+def draw_as_it_starts(number: int) -> None:
+    DRAWN[0] = random.random()
+
+
+class WhoLoads(Noisy):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([os.getpid()])
+
+
 def noisy_collate(samples: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(samples) + random.random()
 
@@ -125,6 +146,15 @@ LOADERS: dict[str, Callable[[RankGroup], list[Any]]] = {
     "persistent workers": lambda ranks: [
         DataLoader(Noisy(), 4, shuffle=True, num_workers=2, persistent_workers=True, collate_fn=noisy_collate)
     ],
+    "a persistent worker that draws as it starts": lambda ranks: [
+        DataLoader(Started(), 4, num_workers=1, persistent_workers=True, worker_init_fn=draw_as_it_starts)
+    ],
+    "persistent workers of single samples": lambda ranks: [
+        DataLoader(Noisy(), batch_size=None, sampler=range(9), num_workers=2, persistent_workers=True)  # type: ignore[arg-type]
+    ],
+    "a loader with persistent workers twice": lambda ranks: (
+        [DataLoader(Noisy(), 4, num_workers=1, persistent_workers=True)] * 2
+    ),
     "a generator": lambda ranks: [DataLoader(Noisy(), 4, True, generator=torch.Generator().manual_seed(1))],
     "an iterable": lambda ranks: [range(6)],
     "two loaders": lambda ranks: [DataLoader(Noisy(), 4, shuffle=True), DataLoader(Stream(), 3)],
@@ -171,6 +201,26 @@ def test_an_epoch_that_is_broken_off_goes_on_to_the_bit(tmp_path: Path, name: st
     assert lengths == [2, per_epoch - 2, 3] or (ranks == 2 and 0 < lengths[0] < len(whole[0]))
     for rank in range(ranks):
         assert list(itertools.chain.from_iterable(attempt[rank] for attempt in attempts)) == whole[rank]
+
+
+@pytest.mark.parametrize("persist", [True, False])
+def test_workers_live_as_long_as_the_script_asks(persist: bool) -> None:
+    loader = DataLoader(WhoLoads(), 4, shuffle=True, num_workers=2, persistent_workers=persist)
+    processes = []
+    for number in range(3):
+        batches = iter(Pass(loader, number))
+        processes.append({int(process) for batch in (batches if number != 1 else [next(batches)]) for process in batch})
+        del batches  # the second pass is broken off
+    assert len(processes[0]) == 2
+    assert (processes[0] == processes[2]) is persist
+    assert (processes[1] <= processes[0]) is persist
+
+
+def test_a_pass_over_kept_workers_has_its_own_order_and_draws() -> None:
+    loaders = [DataLoader(Noisy(), 4, shuffle=True, num_workers=2, persistent_workers=kept) for kept in (True, False)]
+    seen = [[torch.cat(list(Pass(loader, number))).tolist() for number in (0, 1, 0)] for loader in loaders]
+    assert seen[0] == seen[1]
+    assert seen[0][0] == seen[0][2] != seen[0][1]
 
 
 def test_torchdatas_loader_of_a_stream_is_exact_through_a_restart_at_every_batch() -> None:
