@@ -58,8 +58,9 @@ class Spread:
         self.data_rank, self.data_size = self.layout.data_rank(ranks.rank), self.layout.data
         self.modules: list[nn.Module] = []
         """The modules that `parallelize` returned."""
-        self._gathers: dict[FSDPModule, None] = {}
-        """The parts of modules that fully_shard divides, and that a forward may leave gathered."""
+        self._gathers: dict[FSDPModule, tuple[dict[str, Any], str, Any]] = {}
+        """The parts of modules that fully_shard divides, and that a forward may leave gathered; of each the place of a
+        parameter, and its shard."""
         self.optimizers: list[torch.optim.Optimizer] = []
         """The optimizers that `optimizer` returned."""
         self.orders = GradientOrders()
@@ -99,9 +100,14 @@ class Spread:
         """Take note of what fully_shard divides in a tracked object, whoever called it."""
         if not isinstance(value, nn.Module) or (value in self.modules and not self._keeps_gathered):
             return
-        parts = [part for part in plain_module(value).modules() if isinstance(part, FSDPModule)]
-        self._gathers |= dict.fromkeys(parts)
+        parts: list[Any] = [part for part in plain_module(value).modules() if isinstance(part, FSDPModule)]
         self.forward_is_collective = self.forward_is_collective or bool(parts)
+        for part in parts:
+            part.reshard()
+            holders = [module._parameters for module in _undivided(part)]
+            places = ((holder, name, item) for holder in holders for name, item in holder.items() if item is not None)
+            if (place := next(places, None)) is not None:
+                self._gathers[part] = place
 
     def parallelize(self, module: nn.Module, **options: bool) -> nn.Module:
         """Return the module on this rank's device, with rank 0's weights, spread over the ranks. All ranks call it.
@@ -277,10 +283,16 @@ class Spread:
         return self._is_sharded and self._config.parallel.data not in ("zero3", "hsdp")
 
     def reshard(self) -> None:
-        """Put the shards back: at each boundary, before the state is read or restored, and before parameters are
-        changed by hand. At each boundary, for the next forward shall see the same whether a save came or not."""
+        """Put the shards back: before the state is read or restored, and before parameters are changed by hand."""
         for part in self._gathers:
             part.reshard()
+
+    def reshard_gathered(self) -> None:
+        """Put the shards back where a look shows that they are not there, for 0.1 us a part: at each boundary, for the
+        next forward shall see the same whether a save came or not."""
+        for part, (holder, name, shard) in self._gathers.items():
+            if holder.get(name) is not shard:
+                part.reshard()
 
     def check_frozen(self) -> None:
         """Raise UsageError for a parameter that DDP takes for frozen, and that is trained now."""
@@ -316,6 +328,14 @@ class Spread:
         tensors = [tensor for module in self.modules for tensor in (*module.parameters(), *module.buffers())]
         tensors += [state["ema"] for item in optimizers for state in item.state.values() if "ema" in state]
         return [tensor.detach() for tensor in tensors if tensor.is_floating_point()]
+
+
+def _undivided(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and the modules in it, but for those that fully_shard divides apart."""
+    yield module
+    for child in module.children():
+        if not isinstance(child, FSDPModule):
+            yield from _undivided(child)
 
 
 def _is_divided(parameter: nn.Parameter) -> bool:

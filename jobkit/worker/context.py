@@ -139,7 +139,7 @@ class Context:
         if self._spread.drifts:
             self._loop.before_boundary = self._average_replicas
         else:
-            self._loop.before_boundary = lambda step, is_last: self._spread.reshard()
+            self._loop.before_boundary = lambda step, is_last: self._spread.reshard_gathered()
         self._tracked.before_look = self._spread.reshard
         self._tracked.before_save = self._spread.check_frozen
         self._epochs = Epochs(self._loop, self._tracked, self._restore_again, self._devices, rank.rank, rank.world_size)

@@ -171,3 +171,21 @@ def test_a_scripts_own_fsdp_goes_on_with_the_shards_whatever_a_validation_has_ga
     ):
         assert first == 4 if kind == "kill" else first in (7, 8)
         assert losses == right[first:] and is_equal(weights, right_weights)
+
+
+def gathered_at_boundaries(ranks: RankGroup, folder: Path) -> list[bool]:
+    """Return whether the root is gathered at each step's end, and at the beginning of the next."""
+    ctx = make_context(folder, ranks, under_ctx.config())
+    model = plain.own_shards(None)
+    ctx.track(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2))
+    seen = []
+    for _ in ctx.steps(3):
+        seen.append(not isinstance(model.shift, DTensor))
+        with torch.no_grad():
+            model(plain.batch_of(0)[0])
+        seen.append(not isinstance(model.shift, DTensor))
+    return seen
+
+
+def test_each_boundary_puts_the_shards_back_whether_a_save_comes_or_not(tmp_path: Path) -> None:
+    assert run_ranks(gathered_at_boundaries, 3, tmp_path) == [[False, True] * 3] * 3
