@@ -4,6 +4,7 @@
     progress.json                 Progress      rank 0                        supervisor, followers, list
     ends/<attempt>/<rank>.json    End           each rank, as its last act    supervisor
     requests/<kind>.json          Request       commands                      supervisor
+    seeds.json                    Seeds         rank 0                        ranks
     start.json                    Start         the submission, --from        ranks, status
     lease.json                    Lease         supervisor, `rewind`          ranks, agents, every append
     supervisor.json               Contact       supervisor                    its agents
@@ -204,6 +205,15 @@ class Start:
     def begins(self, step: int) -> bool:
         """Return whether the run's own checkpoint of a step is the other run's."""
         return step == self.step and not self.weights_only
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seeds:
+    """What the program seeded itself before the first step of the run; further attempts up to the first checkpoint use
+    it again."""
+
+    seeds: dict[str, int]
+    """By `torch`, `NumPy` or `Python`: torch's seed, and for the others a number made of the state."""
 
 
 # What a supervisor leaves

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -313,9 +313,12 @@ class Config:
     secret belongs in the environment: `${oc.env:HF_TOKEN}` is never written to the disk."""
     inputs: list[str] = field(default_factory=list)
     """Files and folders that must exist before anything is queued, as `["${params.data}"]`."""
-    seed: int | None = 0
-    """Decides initial weights, sample order and all random numbers. `null` seeds nothing: the training function does
-    it, or nobody."""
+    seed: int | str | None = _field(
+        "a whole number, null or auto", lambda value: not isinstance(value, str) or value == AUTO, AUTO
+    )
+    """Decides initial weights, sample order and all random numbers. `auto` is `params.seed`, where that is a whole
+    number, else 0. Seeds that the program sets itself count too. `null` seeds nothing: the program does it, or
+    nobody."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """The type in which `ctx.autocast()` and `ctx.backward` compute; fp16 uses a loss scale, which is part of the
     checkpoint."""
@@ -366,6 +369,17 @@ class Config:
         # cuBLAS reads the first when it makes its first handle. Sums in NVLink's switch come in any order
         # (github.com/NVIDIA/nccl/issues/1497).
         return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"} if self.deterministic else {}
+
+    @property
+    def random_seed(self) -> int | None:
+        """`seed` as a number; None for null."""
+        return seed_of(self.params) if isinstance(self.seed, str) else self.seed
+
+
+def seed_of(params: Any) -> int:
+    """The number that `seed: auto` means."""
+    seed = params.get("seed") if isinstance(params, Mapping) else None
+    return seed if type(seed) is int else 0
 
 
 SECTIONS: dict[str, list[str]] = {

@@ -68,7 +68,7 @@ class Spread:
         self._frozen: list[tuple[str, nn.Parameter]] = []
         self.compressions: list[Compression] = []
         """The hooks of comm.hook: a part of the state of each rank."""
-        self._config, self._seed = config, config.seed or 0
+        self._config, self._seed = config, config.random_seed or 0
         self.drifts = config.comm.local_sgd > 1 and self.data_size > 1
         """True if replicas differ between two averages (local SGD)."""
         parallel = config.parallel

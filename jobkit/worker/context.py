@@ -73,8 +73,8 @@ class Context:
         self.params: DictConfig = OmegaConf.create(rank.params)
         """The YAML's `params`, read-only; `OmegaConf.to_container(ctx.params)` is a dict."""
         OmegaConf.set_readonly(self.params, True)
-        self.seed: int = config.seed or 0
-        """The YAML's `seed`; 0 for null."""
+        self.seed: int = config.random_seed or 0
+        """The YAML's `seed`, as a number; 0 for null."""
         self.rank: int = rank.rank
         """The number of this process among all ranks, from 0."""
         self.local_rank: int = rank.local_rank
@@ -134,7 +134,7 @@ class Context:
         )
         self._before = page_before(environ)
         # Ranks that compute the same samples together draw the same numbers.
-        self._generators = Generators(config.seed, self._spread.data_rank, rank.world_size, self._devices)
+        self._generators = Generators(config.random_seed, self._spread.data_rank, rank.world_size, self._devices)
         self._averaged_step = 0
         if self._spread.drifts:
             self._loop.before_boundary = self._average_replicas
@@ -155,8 +155,8 @@ class Context:
             self.checkpoint = framework_files.folder_of(restored.path)
         if self._loop.trace is not None:
             self._loop.trace.samples = lambda: self._samples()()
-        if config.seed is not None:  # equal on all ranks, for equal initial weights
-            seed_generators(derive_seed(config.seed, "init"), *self._devices)
+        if config.random_seed is not None:  # equal on all ranks, for equal initial weights
+            seed_generators(derive_seed(config.random_seed, "init"), *self._devices)
         Context._current = self
 
     def _take_weights(self, start: Start) -> None:
@@ -431,7 +431,7 @@ class Context:
             self._tracked.add_own(f"compression{number}", compression)
         self._tracked.add_own("gradients", PendingGradients(self._tracked))
         if restored is None:
-            self._generators.begin()
+            self._generators.begin(self._ranks, self._rank)
         self._tracked.add_own("epochs", self._epochs)
         self._tracked.add_own("generators", self._generators)
         restored = self._checkpointer.restored  # an older one, where reading jobkit's own entries found damage

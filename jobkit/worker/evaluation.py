@@ -112,7 +112,7 @@ class Evaluator:
         `to_all`."""
         if not hasattr(dataset, "__len__") or len(dataset) == 0:
             raise UsageError(f"ctx.evaluate: a {type(dataset).__name__} without samples, expected a dataset with some")
-        batches = Batches(dataset, batch_size, self._rank.config.seed or 0, collate_fn)
+        batches = Batches(dataset, batch_size, self._rank.config.random_seed or 0, collate_fn)
         spread, ranks = self._spread, self._spread.ranks
         numbers = [number for number in range(len(batches)) if number not in done]
         total = min(len(dataset), len(numbers) * batch_size)

@@ -25,10 +25,14 @@ from jobkit.checkpoint.checkpointer import Checkpointer
 from jobkit.checkpoint.live import Entry, plain_module
 from jobkit.checkpoint.replicas import check_replicas
 from jobkit.errors import CheckpointError, UsageError
+from jobkit.group import RankGroup
 from jobkit.log import log
+from jobkit.run import records
+from jobkit.run.records import Seeds
 from jobkit.train.loader import Loader
-from jobkit.train.seeds import derive_seed, generator_state, load_generator_state, seed_generators
+from jobkit.train.seeds import derive_seed, generator_state, load_generator_state, seed_generators, seeds_since
 from jobkit.worker.given import Given
+from jobkit.worker.rank import Rank
 from jobkit.worker.values import Values
 
 OWN = "jobkit."
@@ -399,10 +403,15 @@ class Generators:
     def __init__(self, seed: int | None, rank: int, world_size: int, devices: Sequence[torch.device]) -> None:
         self._seed, self._rank, self._world_size, self._devices = seed, rank, world_size, devices
 
-    def begin(self) -> None:
-        """Seed the generators for the loop of a new run: from here on the ranks draw different numbers."""
-        if self._seed is not None:
-            seed_generators(derive_seed(self._seed, "rank", self._rank), *self._devices)
+    def begin(self, ranks: RankGroup, rank: Rank) -> None:
+        """Seed the generators for the loop of a new run: from here on the ranks draw different numbers.
+
+        They follow from what the program has seeded itself as well, on rank 0, in the run's first attempt.
+        """
+        if self._seed is None:
+            return
+        own = ranks.on_main(lambda: _own_seeds(rank, derive_seed(self._seed, "init")))
+        seed_generators(derive_seed(self._seed, "rank", self._rank, *own.items()), *self._devices)
 
     def state_dict(self) -> dict[str, Any]:
         return {"world_size": self._world_size, "states": generator_state(*self._devices)}
@@ -413,6 +422,20 @@ class Generators:
         else:
             seed = derive_seed(self._seed, "continued", state["states"]["torch"], self._rank)
             seed_generators(seed, *self._devices)
+
+
+def _own_seeds(rank: Rank, seed: int) -> dict[str, int]:
+    """Return what the program has seeded since jobkit did, with `seed`; of an attempt that got no further, what that
+    one had."""
+    kept = records.read(Seeds, rank.run.seeds_file)
+    own = seeds_since(seed) if kept is None else kept.seeds
+    if own and kept is None:
+        rank.check_lease()
+        records.write(rank.run.seeds_file, Seeds(seeds=own))
+    if own:
+        words = ", ".join(f"torch ({number})" if name == "torch" else name for name, number in own.items())
+        log.info("the program seeds %s itself: the random numbers of the loop follow from that", words)
+    return own
 
 
 class _TorchGenerator:

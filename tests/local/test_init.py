@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import shutil
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from harness.runs import PATIENCE, Project
 
@@ -106,6 +108,82 @@ def test_a_script_is_stopped_and_killed_and_goes_on_exactly(tmp_path: Path) -> N
     assert launch.status.result == expected
     assert launch.status.state == "finished"
     assert "already finished" in finish(start(made, "python"))
+
+
+def test_a_script_that_seeds_itself_computes_something_else_for_each_seed(tmp_path: Path) -> None:
+    seeded = "seed = int(sys.argv[2])\n" + SCRIPT.replace('"epochs": 4})', '"epochs": 4, "seed": seed})')
+    seeded = seeded.replace("mark(ctx)", "torch.manual_seed(seed)\nmark(ctx)")
+    seeded = seeded.replace("import sys, time", "").replace("seed =", "import sys, time\nseed =", 1)
+    results = []
+    for folder, seed in (("first", "1"), ("second", "2"), ("killed", "1")):
+        made = project(tmp_path / folder)
+        made.write("script.py", seeded)
+        if folder == "killed":
+            process = start(made, "python", "script.py", "0.3", seed)
+            made.only_run().wait_for_step(3).kill_rank(0)
+            process.communicate(timeout=PATIENCE)
+        assert f"torch ({seed})" in finish(start(made, "python", "script.py", "0", seed))
+        results.append(made.only_run().status.result)
+    assert results[0] != results[1] and results[0] == results[2]
+
+
+def test_seeds_before_jobkit_init_are_named(tmp_path: Path) -> None:
+    made = project(tmp_path)
+    made.write("script.py", "import torch\ntorch.manual_seed(3)\n" + WHILE_TRUE)
+    assert "torch.manual_seed(3) came before jobkit.init" in finish(start(made, "python"))
+
+
+SHOWS_THREADS = """\
+import json, os, sys
+import torch
+if "sets" in sys.argv: torch.set_num_threads(3)
+import jobkit
+ctx = jobkit.init(name="script") if "plain" not in sys.argv else None
+found = {"threads": torch.get_num_threads(), "omp": os.environ.get("OMP_NUM_THREADS")}
+print(json.dumps(found)) if ctx is None else ctx.finish(found)
+"""
+
+TASKS_OF_THREADS = """\
+import torch
+def train(ctx):
+    return {"threads": torch.get_num_threads()}
+"""
+
+
+def test_a_script_has_torch_s_own_threads_or_those_it_sets(tmp_path: Path) -> None:
+    def threads(word: str, *, is_command: bool = False) -> Any:
+        made = project(tmp_path / word)
+        del made.environment["OMP_NUM_THREADS"]
+        made.write("script.py", SHOWS_THREADS)
+        made.yaml.write_text(f"name: command\ncommand: [{sys.executable}, script.py, {word}]\n")
+        if is_command:
+            return made.submit("--local", "--detach").wait_until_over().status.result
+        output = finish(start(made, "python", "script.py", word))
+        return json.loads(output) if word == "plain" else made.only_run().status.result
+
+    assert threads("as_it_is", is_command=True) == threads("plain")
+    assert threads("sets") == {"threads": 3, "omp": None}
+
+
+def test_a_task_has_as_many_threads_as_cores_unless_somebody_sets_others(tmp_path: Path) -> None:
+    made = project(tmp_path)
+    del made.environment["OMP_NUM_THREADS"]
+    made.write("plainly.py", TASKS_OF_THREADS)
+    made.write("sets.py", "import torch\ntorch.set_num_threads(1)\n" + TASKS_OF_THREADS)
+
+    cores = (os.cpu_count() or 1) + 1  # a number that no library takes by itself
+
+    def threads(task: str, *words: str) -> Any:
+        made.yaml.write_text(f"name: threads\ntask: {task}:train\nresources: {{cpus_per_task: {cores}}}\n")
+        return made.submit("--local", "--detach", "--fresh", *words).wait_until_over().status.result
+
+    assert threads("sets") == threads("sets", "preload=[sets]") == {"threads": 1}
+    assert threads("plainly") == {"threads": cores}
+    finish(start(made, "python", "-m", "jobkit.worker", "exp.yaml", "--runs-dir", "elsewhere"))
+    (folder,) = (made.folder / "elsewhere").glob("threads-*")
+    assert made.launch(folder).status.result == {"threads": cores}
+    made.environment["OMP_NUM_THREADS"] = "1"
+    assert threads("plainly") == {"threads": 1}
 
 
 def test_ctrl_c_saves_a_script_and_ends_it_with_75(tmp_path: Path) -> None:
