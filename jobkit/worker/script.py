@@ -184,8 +184,8 @@ def _name_seeds_before(seed: int | None) -> None:
     """Warn of a seed that the script has set, and that jobkit's own replaces."""
     import torch
 
-    before = torch.initial_seed()
-    if seed is not None and before not in (seed, torch.Generator().initial_seed()):
+    before = torch.initial_seed()  # a random number of 64 bits where nobody has seeded
+    if seed not in (None, before) and before < 1 << 32:
         words = "torch.manual_seed(%d) came before jobkit.init, which seeds again, with %d: put it after jobkit.init"
         log.warning(words, before, seed)
 

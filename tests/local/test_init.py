@@ -122,9 +122,21 @@ def test_a_script_that_seeds_itself_computes_something_else_for_each_seed(tmp_pa
             process = start(made, "python", "script.py", "0.3", seed)
             made.only_run().wait_for_step(3).kill_rank(0)
             process.communicate(timeout=PATIENCE)
-        assert f"torch ({seed})" in finish(start(made, "python", "script.py", "0", seed))
+        output = finish(start(made, "python", "script.py", "0", seed))
+        assert f"torch ({seed})" in output and "came before" not in output
         results.append(made.only_run().status.result)
     assert results[0] != results[1] and results[0] == results[2]
+
+
+def test_a_script_keeps_the_seed_that_its_run_began_with(tmp_path: Path) -> None:
+    """Runs from before `params.seed` counted have 0 in their config.yaml."""
+    made = project(tmp_path)
+    init = 'import jobkit, sys\nctx = jobkit.init(name="script", params={"seed": 3})\nprint(f"it is {ctx.seed}")\n'
+    made.write("script.py", init + "if len(sys.argv) == 1: sys.exit(3)\nctx.finish({})\n")
+    assert "it is 3" in finish(start(made, "python", "script.py"), 3)
+    file = made.only_run().run.config_file
+    file.write_text(file.read_text().replace("\nseed: 3\n", "\nseed: 0\n"))
+    assert finish(start(made, "torchrun", "script.py", "again")).count("it is 0") == 2
 
 
 def test_seeds_before_jobkit_init_are_named(tmp_path: Path) -> None:
