@@ -14,7 +14,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from transformers.integrations import TensorBoardCallback
 from transformers.integrations.integration_utils import rewrite_logs
@@ -23,7 +22,6 @@ from transformers.trainer_callback import ExportableState
 from jobkit.errors import UsageError
 from jobkit.huggingface.data import TrainerPlaces, seed_batches
 from jobkit.log import log
-from jobkit.train.gradient_order import GradientOrder
 from jobkit.worker.context import Context
 
 TIMES = ("_runtime", "_per_second", "_preparation_time")
@@ -127,8 +125,6 @@ class JobkitCallback(transformers.TrainerCallback):
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # within accelerate's
         parts = {"model": trainer.model, "optimizer": optimizer, "scheduler": trainer.lr_scheduler}
         ctx.track(per_rank={"trainer": Progress(trainer)}, **parts, **({} if scaler is None else {"scaler": scaler}))
-        if isinstance(trainer.model_wrapped, torch.nn.parallel.DistributedDataParallel):
-            ctx._spread.orders.add(GradientOrder(trainer.model_wrapped))
         drill = self._loop.drill
         self._total = state.max_steps if drill is None else min(state.max_steps, drill.steps)
         if drill is not None and drill.shorten and args.eval_strategy == "steps":  # else there is no eval_steps

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatch
@@ -22,7 +23,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from jobkit.checkpoint.live import plain_module
 from jobkit.errors import UsageError
@@ -31,7 +34,7 @@ from jobkit.run import layout
 from jobkit.run.layout import SHARDED
 from jobkit.run.schema import AUTO, Config
 from jobkit.train.devices import AUTOCAST, group_backend
-from jobkit.train.gradient_order import GradientOrder
+from jobkit.train.gradient_order import GradientOrder, members_of
 from jobkit.train.gradients import gradient_norm
 from jobkit.train.weights import broadcast, check_same_module, materialise
 
@@ -63,7 +66,7 @@ class Spread:
         parameter, and its shard."""
         self.optimizers: list[torch.optim.Optimizer] = []
         """The optimizers that `optimizer` returned."""
-        self.orders = GradientOrders()
+        self.orders = GradientOrders(ranks)
         """The order in which DDP's gradients become ready: a part of the state of a run on several ranks."""
         self._frozen: list[tuple[str, nn.Parameter]] = []
         self.compressions: list[Compression] = []
@@ -344,21 +347,81 @@ def _is_divided(parameter: nn.Parameter) -> bool:
 
 
 class GradientOrders:
-    """The gradient orders of all DDP modules of a run: DDP's state in a checkpoint."""
+    """The gradient orders of all DDP modules of a run: DDP's state in a checkpoint.
 
-    def __init__(self) -> None:
+    Of those that others make it takes note as they are made: a script may track the module within one, Trainer and
+    Lightning make theirs inside, and a framework that saves its own files has nothing tracked.
+    """
+
+    def __init__(self, ranks: RankGroup) -> None:
+        self._ranks = ranks
         self._orders: list[GradientOrder] = []
+        self._others: dict[str, GradientOrder] = {}
+        self._made: dict[str, weakref.ref[DistributedDataParallel]] = {}
+        hook: Any = register_module_module_registration_hook
+        self._hook = hook(self._note) if ranks.world_size > 1 else None
 
     def add(self, order: GradientOrder) -> None:
         self._orders.append(order)
 
+    def _note(self, module: nn.Module, name: str, _: Any) -> None:
+        if name == "module" and isinstance(module, DistributedDataParallel):
+            group = f"of {members_of(module)}"
+            number = sum(name.startswith(group) for name in self._made)
+            self._made[f"{group} {number}"] = weakref.ref(module)
+
+    def find(self, tracked: Mapping[str, nn.Module], known: Iterable[nn.Module]) -> None:
+        """Take in the DDP modules that others made, but for those within `known`; before the loop."""
+        self.close()
+        seen = {id(part) for module in known for part in module.modules()}
+        made = [(name, model) for name, reference in self._made.items() if (model := reference()) is not None]
+        # What is tracked may be older than the context.
+        for name, model in [*_ddp_within(tracked), *made]:
+            if id(model) not in seen:
+                seen.add(id(model))
+                self._others[name] = GradientOrder(model)
+        for _, order, _ in self._alive():
+            order.say_if_lost()
+
+    def close(self) -> None:
+        """Take note of no others any more."""
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _alive(self) -> list[tuple[str, GradientOrder, Any]]:
+        named = {**{str(number): order for number, order in enumerate(self._orders)}, **self._others}
+        return [(name, order, model) for name, order in sorted(named.items()) if (model := order.model) is not None]
+
     def state_dict(self) -> dict[str, Any]:
-        return {"orders": [order.learnt() for order in self._orders]}
+        alive = self._alive()
+        return {
+            "orders": {name: order.learnt() for name, order, _ in alive},
+            # After a forward without gradients, or within no_sync, DDP leaves its next broadcast of buffers out.
+            "broadcasts": {name: model.require_forward_param_sync for name, _, model in alive},
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Lay out the buckets as they were. All ranks call it together."""
-        for order, names in zip(self._orders, state["orders"], strict=False):
-            order.settle(names)
+        orders, broadcasts = state["orders"], state.get("broadcasts", {})
+        if isinstance(orders, list):  # of an older run
+            orders = {str(number): names for number, names in enumerate(orders)}
+        alive = self._alive()
+        # When Python frees a module that a script has given up differs between ranks.
+        present = [set(names) for names in self._ranks.gather([name for name, _, _ in alive])]
+        for name, order, model in alive:
+            if all(name in present[rank] for rank in order.members):
+                order.settle(orders.get(name))
+                model.require_forward_param_sync = broadcasts.get(name, model.require_forward_param_sync)
+
+
+def _ddp_within(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, DistributedDataParallel]]:
+    """Yield the DDP modules within others, by name; but for copies in an average, which nobody trains."""
+    for name, module in modules.items():
+        averages = [part for part in module.modules() if isinstance(part, AveragedModel)]
+        copies = {id(part) for average in averages for part in average.modules()}
+        for path, part in module.named_modules():
+            if isinstance(part, DistributedDataParallel) and id(part) not in copies:
+                yield f"{name}.{path}", part
 
 
 @contextmanager

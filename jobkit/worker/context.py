@@ -426,6 +426,7 @@ class Context:
         if self._step.scaler is not None:
             self._tracked.add_own("scaler", self._step.scaler)
         if self.world_size > 1:
+            self._spread.orders.find(self._tracked.named_modules, self._spread.modules)
             self._tracked.add_own("gradient_order", self._spread.orders)
         for number, compression in enumerate(self._spread.compressions):
             self._tracked.add_own(f"compression{number}", compression)
@@ -533,7 +534,7 @@ class Context:
                 self._average_replicas(self.step, is_last=True)
             self._spread.reshard()
             # final/ first: an attempt that begins with the last checkpoint finds the result there (`is_done`).
-            modules = {name: value for name, value in self._tracked.objects.items() if isinstance(value, nn.Module)}
+            modules = self._tracked.named_modules
             make_room = self._checkpointer.make_room
             with ExitStack() as averages:
                 for value in self._tracked.objects.values():
@@ -589,6 +590,7 @@ class Context:
             self._reporter.finish(self.result)
         self._checkpointer.close()
         self._tracked.close()
+        self._spread.orders.close()
 
     def _samples(self) -> Callable[[], list[int]]:
         """Return a function that gives the ids of this rank's samples in the step under way, in later steps too: a loss

@@ -188,8 +188,12 @@ class Tracked:
             )
 
     @property
+    def named_modules(self) -> dict[str, nn.Module]:
+        return {name: value for name, value in self.objects.items() if isinstance(value, nn.Module)}
+
+    @property
     def modules(self) -> list[nn.Module]:
-        return [value for value in self.objects.values() if isinstance(value, nn.Module)]
+        return list(self.named_modules.values())
 
     @property
     def shared_modules(self) -> list[nn.Module]:

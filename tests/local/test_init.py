@@ -65,6 +65,7 @@ ctx.finish({"updates": updates})
 LAUNCHERS = {
     "python": [sys.executable],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"],
+    "torchrun of three": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3"],
     "mpirun": ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable],
 }
 
@@ -345,6 +346,23 @@ def test_a_yaml_without_a_task_is_for_jobkit_init_and_mpirun_continues_what_torc
         results.append(made.only_run().status.result)
         assert name == "straight" or made.only_run().ends[-1].first_step == saved
     assert results[0] == results[1]
+
+
+def test_ddp_of_a_script_itself_is_exact_on_three_ranks(tmp_path: Path) -> None:
+    results = []
+    for name in ("straight", "killed"):
+        made = project(tmp_path / name)
+        made.yaml.write_text("name: script\nparams: {epochs: 4}\ncheckpoint: {every: 4}\n")
+        script = SCRIPT.replace('name="script", params={"epochs": 4}', '"exp.yaml"')
+        made.write("script.py", script.replace("ctx.parallelize(", "nn.parallel.DistributedDataParallel("))
+        if name == "killed":
+            process = start(made, "torchrun of three", "script.py", "0.2")
+            made.only_run().wait_for_step(10).kill_rank(1)
+            process.communicate(timeout=PATIENCE)
+        finish(start(made, "torchrun of three"))
+        results.append(made.only_run().status.result)
+    assert results[0] == results[1]
+    assert made.only_run().ends[-1].first_step in (4, 8, 12)
 
 
 def test_a_rank_that_is_told_no_address_ends_with_a_line(tmp_path: Path) -> None:
