@@ -160,9 +160,14 @@ class JobkitCallback(transformers.TrainerCallback):
         if state.global_step >= self._total:
             control.should_training_stop = True
 
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """What follows until the next epoch is no step: an evaluation, other callbacks."""
+        self._loop.outside()
+
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Stop within an evaluation. Trainer makes as many of these steps on all ranks."""
-        self.ctx._rank.beat(self.ctx.step)
+        if not self._loop.outside():
+            self.ctx._rank.beat_again()
         self._loop.look()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -99,6 +99,8 @@ class Progress:
     """The newest logged values, the first few: for the progress bar and `list`. NaN is None."""
     evaluation: dict[str, int] | None = None
     """{done, total} in samples, during an evaluation."""
+    outside_since: float | None = None
+    """Since when rank 0 is outside of steps, as in a validation; None in a step."""
     peak_bytes: int | None = None
     """The most host memory that any rank has had resident."""
     repeats: dict[str, Any] | None = None

@@ -346,7 +346,7 @@ class Config:
         AUTO,
     )
     """How long a step may take until the ranks count as hung. `auto`: 20 times the slowest step so far, at least 5
-    minutes; before the first step and after the last at least 30 minutes."""
+    minutes; outside of steps, as before the first or in a validation between two epochs, at least 30 minutes."""
     on_nan: Literal["stop", "ignore"] = "stop"
     """The reaction to a loss that is not a finite number: `stop` ends the run as failed, with the step and its samples;
     `ignore` goes on."""

@@ -287,14 +287,14 @@ class Context:
         """Within it, the parameters are their moving averages, where the optimizer keeps any."""
         return self._step.averaged(optimizer)
 
-    def evaluating(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
-    ) -> AbstractContextManager[None]:
+    @contextmanager
+    def evaluating(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
         """Within it, the model is in evaluation mode, with averaged weights where the optimizer keeps any.
 
         At the end each submodule's mode, the weights and the random generators are as before.
         """
-        return evaluating(model, self._step.averaged(optimizer), self._devices)
+        with self._loop.evaluation(), evaluating(model, self._step.averaged(optimizer), self._devices):
+            yield
 
     # State and loop
 

@@ -82,7 +82,7 @@ def record(rank: Rank, end: End) -> None:
 
     The rank's page says it too: a disk may show the file late to other nodes.
     """
-    if rank.page.read().phase is Phase.STEPPING:
+    if rank.page.read().phase in (Phase.STEPPING, Phase.OUTSIDE):
         rank.beat(rank.page.read().step, Phase.ENDING)
     try:
         rank.run.ends_folder(rank.attempt).mkdir(parents=True, exist_ok=True)

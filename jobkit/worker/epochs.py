@@ -112,6 +112,7 @@ class Epochs:
                 self._tracked.set_small_state(self._tracked_top)
             self._top, self._tracked_top = generator_state(*self._devices), self._tracked.small_state()
             self._bases, self._number = [], 0
+            loop.outside()
             try:
                 yield loop.boundary.epoch
             except GeneratorExit:
@@ -182,6 +183,7 @@ class Epochs:
             yield from self._each(loaders)
         finally:
             self._is_under_way = False
+            self._loop.outside()
 
     def _continued(self, loader: Any, before: Form, now: Form, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return where a pass goes on: after as many samples, where the batch size or the number of ranks is another.
@@ -216,6 +218,8 @@ class Epochs:
         batch = self._next(iterators)
         first_of_pass = True
         while batch is not _END:
+            if first_of_pass:
+                loop.begin_pass()
             if self._is_held and first_of_pass:  # the last batch of the pass before had no boundary yet
                 self._end_step()
             first_of_pass = False
@@ -229,6 +233,7 @@ class Epochs:
             loop.own_time.ends()
             if batch is not _END:
                 self._end_step()
+        loop.outside(after_step=True)
 
     def _end_step(self) -> None:
         boundary = self._loop.boundary

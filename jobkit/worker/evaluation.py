@@ -145,7 +145,8 @@ class Evaluator:
         # A tracked module that ctx.parallelize did not make may be an average of the weights, with averaged buffers.
         # Stages of a pipeline have buffers of their own.
         alike = spread.data_group if spread.stages is not None else None
-        with independent_forwards([*spread.modules, *self._tracked.shared_modules], alike):
+        modules = [*spread.modules, *self._tracked.shared_modules]
+        with self._loop.evaluation(), independent_forwards(modules, alike):
             if together:  # the other ranks wait in a forward: an error of this one ends the attempt
                 compute()
             else:

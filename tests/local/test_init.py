@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness.runs import PATIENCE, Project
+from harness.runs import PATIENCE, Project, wait_until
 
 # It has more steps than a test takes to interrupt it: those that nobody slows down take no time.
 SCRIPT = """\
@@ -394,3 +394,38 @@ def test_sigterm_to_the_whole_group_saves_a_script_whose_loader_has_workers(tmp_
     killed.kill()
     killed.communicate()
     finish(start(made, "python"))  # at once: the workers of the killed rank hold no lock of the run
+
+
+VALIDATES = """\
+import time
+import torch
+import jobkit
+from torch.utils.data import DataLoader
+
+ctx = jobkit.init()
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+state = ctx.values(validated=0)
+for epoch in ctx.epochs(3, model=model, optimizer=optimizer):
+    for x in ctx.batches(DataLoader(torch.ones(8, 1))):
+        model(x).sum().backward()
+        optimizer.step()
+        if ctx.attempt == 1 and ctx.step == 12:
+            time.sleep(3600)
+    time.sleep(12 if epoch == 0 else 0)
+    state.validated += 1
+ctx.finish({"validated": state.validated})
+"""
+
+
+def test_a_validation_longer_than_the_watchdog_is_no_hang_and_a_step_is(tmp_path: Path) -> None:
+    made = project(tmp_path)
+    made.write("validates.py", VALIDATES)
+    made.write("v.yaml", "name: v\ncommand: [python, validates.py]\nwatchdog: 4s\ncheckpoint: {every: 2}\n")
+    process = made.start("submit", "v.yaml", "--local")
+    launch = made.only_run()
+    since = wait_until(lambda: getattr(launch.run.progress(), "outside_since", None), "the validation is shown")
+    assert since <= time.time()
+    finish(process)
+    assert (launch.causes, launch.ends[0].step) == (["hang", "finished"], 12)
+    assert launch.status.result == {"validated": 3}

@@ -128,7 +128,7 @@ def test_a_function_between_steps_is_no_step_and_quick_steps_have_a_checkpoint_b
     for _ in ctx.steps(300, every={lambda: phases.append(ctx._rank.page.read().phase): 100}):
         pass
     ctx.finish()
-    assert phases == [Phase.ENDING] * 4
+    assert phases == [*[Phase.OUTSIDE] * 3, Phase.ENDING]
     assert ctx._rank.run.durable_steps() == [299, 300]
 
 
@@ -341,3 +341,62 @@ def test_uneven_parts_of_a_global_batch_are_weighted_by_ctx_backward_or_refused(
     assert run_ranks(uneven, 3, tmp_path, by_hand) == [by_hand] * 3
     if by_hand:  # two ranks have equal parts
         assert run_ranks(uneven, 2, tmp_path / "even", by_hand) == [False] * 2
+
+
+def where(ranks: RankGroup, folder: Path, number: int, stop: int | None) -> list[tuple[str, str]]:
+    """Return the phases that the watchdog sees in the lines of a script: in steps, and in all that is none."""
+    ctx = make_context(folder, ranks, attempt=number)
+    seen: list[tuple[str, str]] = []
+
+    def note(line: str, value: Any = None) -> Any:
+        seen.append((line, ctx._rank.page.read().phase.name))
+        return value
+
+    model = nn.Linear(1, 1)
+    try:
+        for _ in ctx.epochs(2, model=model):
+            note("top")
+            for batch in ctx.batches(DataLoader(range(4), batch_size=2)):  # type: ignore[arg-type]
+                note("step")
+                if ctx.step == 0:
+                    ctx.evaluate(lambda batch, ids: note("evaluate", batch.double()), range(2))
+                    with ctx.evaluating(model):
+                        note("evaluating")
+                    note("step")
+                if ctx.step == stop:
+                    ctx._rank.page.ask_to_stop()
+            note("validation")
+            for batch in ctx.batches(DataLoader(range(9))):  # type: ignore[arg-type]
+                note("step")
+                if batch:
+                    break  # a pass that is left
+            note("validation")
+    except Stopped:
+        return seen
+    note("end")
+    ctx.finish()
+    note("end")
+    return seen
+
+
+def test_lines_outside_of_steps_are_no_step_that_hangs(tmp_path: Path) -> None:
+    first, second = (run_ranks(where, 1, tmp_path, number, stop)[0] for number, stop in ((1, 1), (2, None)))
+    first_epoch, rest = first[: first.index(("validation", "OUTSIDE"))], first[first.index(("validation", "OUTSIDE")) :]
+    assert [line for line, _ in first_epoch] == ["top", "step", "evaluate", "evaluate", "evaluating", "step", "step"]
+    phases = {"step": "STEPPING", "end": "ENDING"}
+    for line, phase in [*first_epoch, *rest, *second]:
+        assert phase == phases.get(line, "OUTSIDE"), (line, phase)
+    assert [line for line, _ in second[-3:]] == ["validation", "end", "end"]
+
+
+def test_a_step_of_a_pass_of_one_batch_is_measured(tmp_path: Path) -> None:
+    def slowest(ranks: RankGroup, folder: Path) -> list[float]:
+        ctx, seen = make_context(folder, ranks), []
+        for _ in ctx.epochs(3, model=nn.Linear(1, 1)):
+            seen.append(ctx._rank.page.read().slowest)
+            for _ in ctx.batches(DataLoader(range(2), batch_size=2)):  # type: ignore[arg-type]
+                pass
+        return seen
+
+    first, *others = run_ranks(slowest, 1, tmp_path)[0]
+    assert first == 0 and all(others)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +51,24 @@ def test_records_that_a_full_disk_refuses_are_kept(tmp_path: Path) -> None:
     folder.mkdir()
     file.write()
     assert steps(folder) == [1]
+
+
+def test_a_report_says_since_when_no_step_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = make_rank(tmp_path)
+    reporter, seen = Reporter(rank), []
+    for now, step, phase in (
+        (1, 4, Phase.STEPPING),
+        (2, 5, Phase.OUTSIDE),
+        (3, 5, Phase.OUTSIDE),
+        (4, 7, Phase.ENDING),
+    ):
+        monkeypatch.setattr(time, "time", lambda now=now: float(now))
+        rank.beat(step, phase)
+        reporter._report()
+        progress = rank.run.progress()
+        assert progress is not None
+        seen.append(progress.outside_since)
+    assert seen == [None, 2.0, 2.0, 4.0]
 
 
 def test_a_reporter_writes_curves_and_progress(tmp_path: Path) -> None:
