@@ -40,6 +40,7 @@ from jobkit.train.seeds import (
     preserved_generators,
     seed_cpu_generators,
 )
+from jobkit.train.trial import digest, has_state, is_exact
 from jobkit.train.workers import WorkerInit, fork_workers, outside_is_said
 
 PLAIN_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
@@ -105,6 +106,10 @@ class Pass:
         if state is None and callable(getattr(self._sampler, "state_dict", None)):
             self._sampler_state = copy.deepcopy(self._sampler.state_dict())
         self._stream_state: Any = None if state is None else state["stream"]
+        self._following: str | None = None if state is None else state.get("following")
+        """In an attempt that goes on: the digest of the batch before which the stream had this state."""
+        self._newest: Any = None
+        """The batch that was read last."""
         self._draws = derive_seed(base, "after", self.skipped) if self.skipped else base
 
     def state_dict(self) -> dict[str, Any]:
@@ -117,6 +122,7 @@ class Pass:
             "skipped": self.skipped,
             "sampler": self._sampler_state,
             "stream": self._stream_state,
+            "following": None if self._stream_state is None else digest(self._newest),
         }
 
     def ids(self, number: int) -> list[int]:
@@ -187,11 +193,11 @@ class Pass:
         """
         dataset = getattr(loader, "dataset", None)
         owners = [loader, dataset] if getattr(loader, "num_workers", 0) == 0 else [loader]
-        if isinstance(loader, DataLoader) and not _has_state(dataset):
+        if isinstance(loader, DataLoader) and not has_state(dataset):
             owners = []  # torchdata's loader would read it again itself, and from its second restart on wrongly
-        owner: Any = next(filter(_has_state, owners), None)
+        owner: Any = next(filter(has_state, owners), None)
         number = 0
-        if owner is not None and self._stream_state is not None:
+        if owner is not None and self._stream_state is not None and self._is_exact(loader, owner is loader):
             owner.load_state_dict(copy.deepcopy(self._stream_state))
             number = self._first
         with _drawing(self.base, "stream"):
@@ -204,9 +210,31 @@ class Pass:
                     batch = next(iterator)
                 except StopIteration:
                     return
+            self._newest = batch
             if number >= self._first:
                 yield batch
             number += 1
+
+    def _is_exact(self, loader: Any, is_loaders: bool) -> bool:
+        """Return whether the state, of the loader or of its dataset, brings the next batch back, in a copy."""
+        stream = loader.dataset if isinstance(loader, DataLoader) else loader
+        if self._following is None or not isinstance(stream, IterableDataset):
+            return True
+
+        def following(other: Any) -> Any:
+            owner = clone = other
+            if isinstance(loader, DataLoader):
+                clone = copy.copy(loader)
+                generator = torch.Generator().manual_seed(derive_seed(self.base, "workers"))
+                vars(clone).update(dataset=other, generator=generator)
+                owner = clone if is_loaders else other
+            owner.load_state_dict(copy.deepcopy(self._stream_state))
+            with _drawing(self.base, "stream"):
+                iterator = iter(clone)
+            with _drawing(self.base, "stream", self._first):
+                return next(iterator)
+
+        return is_exact(stream, following, self._following)
 
 
 _KEPT: WeakKeyDictionary[DataLoader[Any], DataLoader[Any]] = WeakKeyDictionary()
@@ -222,6 +250,9 @@ def _clone(loader: DataLoader[Any], changes: Mapping[str, Any], seed: int, persi
         "persistent_workers": persist,
         "_iterator": None,
     }
+    # Of torchdata's loader: a state that the script has loaded, or asked for, is not this pass's.
+    kept = {"next_iter_state": None, "_initial_iter_for_state_dict": False}
+    own |= {name: value for name, value in kept.items() if name in vars(loader)}
     vars(clone).update({**own, **changes})  # DataLoader's own are read-only
     return fork_workers(clone)
 
@@ -237,10 +268,6 @@ class _OfPass:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.places)
-
-
-def _has_state(value: Any) -> bool:
-    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 @contextmanager

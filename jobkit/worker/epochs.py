@@ -19,6 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 from jobkit.errors import UsageError
 from jobkit.log import log
 from jobkit.train.foreign_loader import Form, Pass, draw_base, form_of
+from jobkit.train.loader import Loader
 from jobkit.train.seeds import generator_state, load_generator_state
 from jobkit.worker.checkpoints import Boundary
 from jobkit.worker.loop import Loop
@@ -144,6 +145,12 @@ class Epochs:
             raise UsageError("ctx.batches: call it in the body of `for epoch in ctx.epochs(n, model=..., ...)`")
         if not loaders:
             raise UsageError("ctx.batches: give it a DataLoader")
+        for name, value in self._tracked.objects.items():
+            if any(value is loader for loader in loaders):  # its own place, and the pass's, would both be restored
+                hint = f"leave {name}= out of ctx.epochs and ctx.track"
+                if isinstance(value, Loader):
+                    hint = "give it a DataLoader of your own; ctx.loader's is for ctx.steps"
+                raise UsageError(f"ctx.batches keeps the place of its loader, and {name} is tracked too: {hint}")
         return Batches(self, loaders)
 
     def run(self, loaders: Sequence[Any]) -> Iterator[Any]:
@@ -183,7 +190,7 @@ class Epochs:
             yield from self._each(loaders)
         finally:
             self._is_under_way = False
-            self._loop.outside()
+            self._loop.outside(after_step=True)
 
     def _continued(self, loader: Any, before: Form, now: Form, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return where a pass goes on: after as many samples, where the batch size or the number of ranks is another.
@@ -233,7 +240,6 @@ class Epochs:
             loop.own_time.ends()
             if batch is not _END:
                 self._end_step()
-        loop.outside(after_step=True)
 
     def _end_step(self) -> None:
         boundary = self._loop.boundary

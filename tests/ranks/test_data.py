@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from harness.ranks import make_context, run_ranks
@@ -35,6 +36,7 @@ from jobkit.group import RankGroup
 from jobkit.log import log
 from jobkit.train.foreign_loader import Pass
 from jobkit.train.loader import Loader
+from jobkit.train.trial import is_exact
 
 LENGTH = 22
 
@@ -81,6 +83,20 @@ class Resumable(Stream):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.place = state["place"]
+
+
+class Buffered(Resumable):
+    """A stream that is shuffled in a buffer, which its state leaves out, as those of Hugging Face."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        order, buffer = random.Random(self.epoch), []
+        while self.place < len(self.numbers):
+            self.place, self.read = self.place + 1, self.read + 1
+            buffer.append(torch.tensor([self.numbers[self.place - 1], random.random(), self.epoch]))
+            if len(buffer) > 5:
+                yield buffer.pop(order.randrange(6))
+        yield from buffer
+        self.place = 0
 
 
 class InTurn:
@@ -160,6 +176,9 @@ LOADERS: dict[str, Callable[[RankGroup], list[Any]]] = {
     "two loaders": lambda ranks: [DataLoader(Noisy(), 4, shuffle=True), DataLoader(Stream(), 3)],
     "a stream": lambda ranks: [DataLoader(Stream(), 4, num_workers=1, persistent_workers=True)],
     "a stream with a state": lambda ranks: [DataLoader(Resumable(), 4)],
+    "a stream that loses its buffer": lambda ranks: [DataLoader(Buffered(), 4)],
+    "a stateful loader of one": lambda ranks: [StatefulDataLoader(Buffered(), 4)],
+    "a stateful loader of one, with workers": lambda ranks: [StatefulDataLoader(Buffered(), 4, num_workers=2)],
     "a stateful loader": lambda ranks: [StatefulDataLoader(Noisy(), 4, shuffle=True, num_workers=1)],
     "a stateful loader of a stream": lambda ranks: [StatefulDataLoader(Resumable(), 4)],
 }
@@ -249,6 +268,73 @@ def test_a_stream_with_a_state_is_not_read_again() -> None:
         assert (stream.read, again.read) == (12, 4)
 
 
+def test_a_stream_whose_state_is_not_exact_is_read_again_and_said_so(caplog: pytest.LogCaptureFixture) -> None:
+    from jobkit.train.foreign_loader import Pass
+
+    log.propagate = True
+    for kind, read in ((Resumable, 4), (Buffered, 13)):
+        part = Pass(DataLoader(kind(), batch_size=4), 1)
+        batches = iter(part)
+        for _ in range(2):
+            next(batches)
+            part.taken += 1
+        expected = next(batches)  # read before the boundary at which the state is saved
+        stream = kind()
+        assert torch.equal(next(iter(Pass(DataLoader(stream, batch_size=4), 1, part.state_dict()))), expected)
+        assert (kind, len(caplog.messages), stream.read) == (kind, int(kind is Buffered), read + 4 * (kind is Buffered))
+
+
+class Large(Resumable):
+    """A stream over an array, with what cannot be copied where it is asked for."""
+
+    def __init__(self, file: Any = None) -> None:
+        super().__init__()
+        self.array, self.small, self.file, self.function = np.zeros(2**20), torch.zeros(1), file, lambda: None
+
+
+def test_a_trial_shares_what_is_large_draws_nothing_and_takes_what_cannot_be_copied_at_its_word() -> None:
+    stream, seen = Large(), []
+    random.seed(3)
+    expected = random.Random(3).random()
+
+    def following(other: Large) -> float:
+        seen.append(other)
+        other.place, other.small[0] = 7, 1.0
+        return random.random()
+
+    assert not is_exact(stream, following, "")
+    assert random.random() == expected
+    assert (seen[0].array is stream.array, stream.place, stream.small.item()) == (True, 0, 0.0)
+    with Path(__file__).open() as file:
+        assert is_exact(Large(file), following, "")
+
+
+@pytest.mark.parametrize("data", [list(range(LENGTH)), Resumable()], ids=["samples", "stream"])
+def test_what_the_script_asks_of_torchdatas_loader_changes_no_pass(data: Any) -> None:
+    from jobkit.train.foreign_loader import Pass
+
+    loader = StatefulDataLoader(data, 4)
+    whole = [batch.tolist() for batch in Pass(StatefulDataLoader(data, 4), 1)]
+    loader.state_dict()
+    assert [batch.tolist() for batch in Pass(loader, 1)] == whole
+    other = StatefulDataLoader(data, 4)
+    next(iter(other))
+    loader.load_state_dict(other.state_dict())
+    if isinstance(data, Resumable):
+        data.place = 0
+    assert [batch.tolist() for batch in Pass(loader, 1)] == whole
+
+
+@pytest.mark.parametrize("words", ["leave data= out of ctx.epochs", "ctx.loader's is for ctx.steps"])
+def test_a_loader_that_is_tracked_is_refused(tmp_path: Path, words: str) -> None:
+    ctx = make_context(tmp_path, RankGroup.alone())
+    data: Any = StatefulDataLoader(range(8), 4) if "leave" in words else ctx.loader(range(8), global_batch_size=4)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=words):
+        for _ in ctx.epochs(1, model=nn.Linear(1, 1), data=data):
+            ctx.batches(data)
+    ctx._tracked.close()
+
+
 def sized(
     ranks: RankGroup, folder: Path, attempt: int, stop: int | None, size: int, length: int
 ) -> tuple[list[list[int]], list[tuple[Any, ...]]]:
@@ -298,7 +384,12 @@ def read(count: int, state: Any = None, **options: Any) -> tuple[list[list[list[
     return [next(loader).tolist() for _ in range(count)], loader.state_dict()
 
 
-SHARDED = {"whole": Stream(), "4 shards": Stream(range(40), 4), "with a state": Resumable(range(40), 4)}
+SHARDED = {
+    "whole": Stream(),
+    "4 shards": Stream(range(40), 4),
+    "with a state": Resumable(range(40), 4),
+    "with a buffer": Buffered(range(40), 4),
+}
 
 
 @pytest.mark.parametrize("name", SHARDED)
@@ -321,7 +412,7 @@ def test_a_stream_gives_the_same_samples_on_any_ranks_and_workers_and_after_a_re
 
 def test_ranks_divide_the_shards_and_a_state_is_not_read_again() -> None:
     dataset = Resumable(range(40), 4)
-    loader = Loader(dataset, global_batch_size=8, rank=1, world_size=2)
+    loader = Loader(dataset, global_batch_size=8, rank=1, world_size=2, seed=3)
     assert loader.stream is not None
     parts: list[Any] = []
     make = loader.stream.part
@@ -329,7 +420,7 @@ def test_ranks_divide_the_shards_and_a_state_is_not_read_again() -> None:
     _, state = read(30, dataset=dataset, rank=1, world_size=2)
     loader.load_state_dict(state)
     next(loader)
-    assert [(number, part.read) for number, part in parts] == [(2, 2), (3, 2)]
+    assert [(number, part.read) for number, part in parts] == [(2, 0), (2, 3), (3, 3)]
 
 
 class Mixed(IterableDataset[torch.Tensor]):
