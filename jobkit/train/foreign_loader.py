@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count, islice
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -40,7 +40,7 @@ from jobkit.train.seeds import (
     preserved_generators,
     seed_cpu_generators,
 )
-from jobkit.train.trial import digest, has_state, is_exact
+from jobkit.train.trial import copied, digest, has_state, is_exact
 from jobkit.train.workers import WorkerInit, fork_workers, outside_is_said
 
 PLAIN_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
@@ -108,6 +108,8 @@ class Pass:
         self._stream_state: Any = None if state is None else state["stream"]
         self._following: str | None = None if state is None else state.get("following")
         """In an attempt that goes on: the digest of the batch before which the stream had this state."""
+        self._stays = False
+        """True if the stream would begin each pass with the state that it was given, as Hugging Face's of one epoch."""
         self._newest: Any = None
         """The batch that was read last."""
         self._draws = derive_seed(base, "after", self.skipped) if self.skipped else base
@@ -198,6 +200,8 @@ class Pass:
         owner: Any = next(filter(has_state, owners), None)
         number = 0
         if owner is not None and self._stream_state is not None and self._is_exact(loader, owner is loader):
+            if self._stays:  # the script's own begins its later passes anew
+                loader, owner = self._over(loader, copied(_stream_of(loader)), owner is loader)
             owner.load_state_dict(copy.deepcopy(self._stream_state))
             number = self._first
         with _drawing(self.base, "stream"):
@@ -217,24 +221,36 @@ class Pass:
 
     def _is_exact(self, loader: Any, is_loaders: bool) -> bool:
         """Return whether the state, of the loader or of its dataset, brings the next batch back, in a copy."""
-        stream = loader.dataset if isinstance(loader, DataLoader) else loader
+        stream = _stream_of(loader)
         if self._following is None or not isinstance(stream, IterableDataset):
             return True
 
         def following(other: Any) -> Any:
-            owner = clone = other
-            if isinstance(loader, DataLoader):
-                clone = copy.copy(loader)
-                generator = torch.Generator().manual_seed(derive_seed(self.base, "workers"))
-                vars(clone).update(dataset=other, generator=generator)
-                owner = clone if is_loaders else other
+            clone, owner = self._over(loader, other, is_loaders)
             owner.load_state_dict(copy.deepcopy(self._stream_state))
-            with _drawing(self.base, "stream"):
-                iterator = iter(clone)
-            with _drawing(self.base, "stream", self._first):
-                return next(iterator)
+            found = self._next_of(clone)
+            if getattr(loader, "num_workers", 0) == 0:  # the workers' streams are copies already
+                with suppress(Exception):  # the stream may be at its end, or allow one pass alone
+                    self._stays = digest(self._next_of(clone)) == self._following
+            return found
 
         return is_exact(stream, following, self._following)
+
+    def _over(self, loader: Any, stream: Any, is_loaders: bool) -> tuple[Any, Any]:
+        """Return the loader over another stream, and what has the state: the loader or the stream."""
+        if not isinstance(loader, DataLoader):
+            return stream, stream
+        clone = copy.copy(loader)
+        generator = torch.Generator().manual_seed(derive_seed(self.base, "workers"))
+        vars(clone).update(dataset=stream, generator=generator)
+        return clone, clone if is_loaders else stream
+
+    def _next_of(self, loader: Any) -> Any:
+        """Return the first batch of a new iterator, which draws as the batch with which this pass goes on."""
+        with _drawing(self.base, "stream"):
+            iterator = iter(loader)
+        with _drawing(self.base, "stream", self._first):
+            return next(iterator)
 
 
 _KEPT: WeakKeyDictionary[DataLoader[Any], DataLoader[Any]] = WeakKeyDictionary()
@@ -268,6 +284,10 @@ class _OfPass:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.places)
+
+
+def _stream_of(loader: Any) -> Any:
+    return loader.dataset if isinstance(loader, DataLoader) else loader
 
 
 @contextmanager

@@ -33,7 +33,7 @@ def is_exact(stream: Any, following: Callable[[Any], Any], expected: str) -> boo
     A stream that cannot be copied is taken at its word. The generators of this process are left alone.
     """
     try:
-        other = _copied(stream)
+        other = copied(stream)
     except Exception:  # as with an open file
         return True
     with preserved_generators():
@@ -69,7 +69,7 @@ def digest(sample: Any, *, whole: bool = True) -> str:
     return total.hexdigest()
 
 
-def _copied(stream: Any) -> Any:
+def copied(stream: Any) -> Any:
     """Return a copy that changes nothing of the stream's. Raises an error where there is none, as with open files."""
     shared: list[Any] = []
     file = io.BytesIO()

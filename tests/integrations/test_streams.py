@@ -1,9 +1,12 @@
-"""Hugging Face's streams, whose state leaves the buffer of a shuffle out: no sample is lost, none comes twice."""
+"""Hugging Face's streams, whose state leaves the buffer of a shuffle out: no sample is lost, none comes twice.
+
+Their state stays, too: each pass of an epoch begins with it.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -24,11 +27,13 @@ def numbers(shards: list[int]) -> Any:
         yield from ({"x": 20 * shard + number} for number in range(20))
 
 
-def stream(kind: str) -> IterableDataset[Any]:
+def stream(kind: str, shuffles: bool = True) -> IterableDataset[Any]:
     made = datasets.IterableDataset.from_generator(numbers, gen_kwargs={"shards": [0, 1, 2]})
     if kind == "arrow":
         made = datasets.Dataset.from_dict({"x": list(range(LENGTH))}).to_iterable_dataset(num_shards=3)
-    result: IterableDataset[Any] = made.shuffle(seed=1, buffer_size=10).with_format("torch")
+    if shuffles:
+        made = made.shuffle(seed=1, buffer_size=10)
+    result: IterableDataset[Any] = made.with_format("torch")
     return result
 
 
@@ -56,6 +61,31 @@ def test_a_shuffled_stream_goes_on_exactly_from_each_third_batch(kind: str, load
                 newest = next(batches, None)
         state = part.state_dict()
     assert seen == whole
+
+
+@pytest.mark.parametrize("shuffles", [True, False])
+@pytest.mark.parametrize("sets_epoch", [True, False])
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("kind", ["arrow", "generator"])
+def test_passes_after_a_resumed_one_have_all_samples(kind: str, loader: str, sets_epoch: bool, shuffles: bool) -> None:
+    def begin(epoch: int, data: Any) -> Any:
+        if sets_epoch:
+            data.set_epoch(epoch)
+        return LOADERS[loader](data)
+
+    def numbers(batches: Iterable[Any]) -> list[list[int]]:
+        return [batch["x"].tolist() for batch in batches]
+
+    data: Any = stream(kind, shuffles)
+    whole = [numbers(begin(epoch, data)) for epoch in range(3)]  # plain torch
+    part = Pass(begin(0, stream(kind, shuffles)), 1)
+    batches = iter(part)
+    begun = numbers(next(batches) for _ in range(3))
+    part.taken += 3
+    next(batches)
+    data = stream(kind, shuffles)
+    resumed = begun + numbers(Pass(begin(0, data), 1, part.state_dict()))
+    assert [resumed, *(numbers(Pass(begin(epoch, data), epoch)) for epoch in (1, 2))] == whole
 
 
 @pytest.mark.parametrize("workers", [0, 2])

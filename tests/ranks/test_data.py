@@ -8,7 +8,7 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,31 @@ class Buffered(Resumable):
                 yield buffer.pop(order.randrange(6))
         yield from buffer
         self.place = 0
+
+
+class Staying(Resumable):
+    """A stream whose every pass begins with the state that it has loaded, as those of Hugging Face in one epoch."""
+
+    start = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for place in range(self.start, len(self.numbers)):
+            self.place = place + 1
+            yield torch.tensor([self.numbers[place]])
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state["place"]
+
+
+class Continuing(Resumable):
+    """A stream whose passes are of 10 numbers, and go on where the pass before ended."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while True:
+            self.place += 1
+            yield torch.tensor([self.numbers[(self.place - 1) % LENGTH]])
+            if self.place % 10 == 0:
+                return
 
 
 class InTurn:
@@ -282,6 +307,24 @@ def test_a_stream_whose_state_is_not_exact_is_read_again_and_said_so(caplog: pyt
         stream = kind()
         assert torch.equal(next(iter(Pass(DataLoader(stream, batch_size=4), 1, part.state_dict()))), expected)
         assert (kind, len(caplog.messages), stream.read) == (kind, int(kind is Buffered), read + 4 * (kind is Buffered))
+
+
+@pytest.mark.parametrize("kind", [Staying, Continuing, Resumable])
+@pytest.mark.parametrize("make", [DataLoader, StatefulDataLoader, lambda stream, _: stream])
+def test_the_pass_after_a_resumed_one_begins_where_the_stream_itself_would(kind: Any, make: Any) -> None:
+    def numbers(batches: Iterable[torch.Tensor]) -> list[Any]:
+        return [batch[..., 0].tolist() for batch in batches]
+
+    loader = make(kind(), 4)
+    whole = [numbers(loader) for _ in range(3)]  # plain torch
+    part = Pass(make(kind(), 4), 1)
+    batches = iter(part)
+    begun = numbers([next(batches)])
+    part.taken += 1
+    next(batches)
+    loader = make(kind(), 4)
+    resumed = Pass(loader, 1, part.state_dict())
+    assert [begun + numbers(resumed), numbers(Pass(loader, 2)), numbers(Pass(loader, 3))] == whole
 
 
 class Large(Resumable):
