@@ -12,6 +12,7 @@ draws: it is a limit.
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import count, islice
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -107,11 +109,13 @@ class Pass:
             self._sampler_state = copy.deepcopy(self._sampler.state_dict())
         self._stream_state: Any = None if state is None else state["stream"]
         self._following: str | None = None if state is None else state.get("following")
-        """In an attempt that goes on: the digest of the batch before which the stream had this state."""
+        """In an attempt that goes on: the digest of the batches after this state, up to the one that comes next."""
+        self._back: int = 0 if state is None else state.get("back", 0)
+        """How many batches before that one the stream had this state."""
         self._stays = False
         """True if the stream would begin each pass with the state that it was given, as Hugging Face's of one epoch."""
-        self._newest: Any = None
-        """The batch that was read last."""
+        self._newest: deque[tuple[Any, Any]] = deque()
+        """The batches that were read last, of each worker one, each after the stream's state before it."""
         self._draws = derive_seed(base, "after", self.skipped) if self.skipped else base
 
     def state_dict(self) -> dict[str, Any]:
@@ -119,12 +123,17 @@ class Pass:
 
         The batch after this place has been read already: the stream's state is the state before that.
         """
+        stream, following, back = self._stream_state, self._following, self._back
+        if self._newest:  # a trial of one batch would try the state of one worker
+            stream, back = self._newest[0][0], len(self._newest) - 1
+            following = None if stream is None else digest([batch for _, batch in self._newest])
         return {
             "taken": self.taken,
             "skipped": self.skipped,
             "sampler": self._sampler_state,
-            "stream": self._stream_state,
-            "following": None if self._stream_state is None else digest(self._newest),
+            "stream": stream,
+            "following": following,
+            "back": back,
         }
 
     def ids(self, number: int) -> list[int]:
@@ -203,18 +212,20 @@ class Pass:
             if self._stays:  # the script's own begins its later passes anew
                 loader, owner = self._over(loader, copied(_stream_of(loader)), owner is loader)
             owner.load_state_dict(copy.deepcopy(self._stream_state))
-            number = self._first
+            number = self._first - self._back
+        self._newest = deque(maxlen=max(1, getattr(loader, "num_workers", 0)))
         with _drawing(self.base, "stream"):
             iterator = iter(loader)
         while True:
-            if owner is not None and number >= self._first:
-                self._stream_state = copy.deepcopy(owner.state_dict())
+            is_near = number + (self._newest.maxlen or 1) > self._first
+            state = copy.deepcopy(owner.state_dict()) if owner is not None and is_near else None
             with _drawing(self.base, "stream", number):
                 try:
                     batch = next(iterator)
                 except StopIteration:
                     return
-            self._newest = batch
+            if owner is not None and is_near:
+                self._newest.append((state, tree_leaves(batch)))  # the script may pop a part of it
             if number >= self._first:
                 yield batch
             number += 1
@@ -228,10 +239,10 @@ class Pass:
         def following(other: Any) -> Any:
             clone, owner = self._over(loader, other, is_loaders)
             owner.load_state_dict(copy.deepcopy(self._stream_state))
-            found = self._next_of(clone)
+            found = self._next_of(clone, 1 + self._back)
             if getattr(loader, "num_workers", 0) == 0:  # the workers' streams are copies already
                 with suppress(Exception):  # the stream may be at its end, or allow one pass alone
-                    self._stays = digest(self._next_of(clone)) == self._following
+                    self._stays = digest(self._next_of(clone, 1)) == self._following
             return found
 
         return is_exact(stream, following, self._following)
@@ -245,12 +256,15 @@ class Pass:
         vars(clone).update(dataset=stream, generator=generator)
         return clone, clone if is_loaders else stream
 
-    def _next_of(self, loader: Any) -> Any:
-        """Return the first batch of a new iterator, which draws as the batch with which this pass goes on."""
+    def _next_of(self, loader: Any, count: int) -> list[Any]:
+        """Return the first batches of a new iterator, up to the one with which this pass goes on, drawn alike."""
         with _drawing(self.base, "stream"):
             iterator = iter(loader)
-        with _drawing(self.base, "stream", self._first):
-            return next(iterator)
+        found = []
+        for number in range(self._first + 1 - count, self._first + 1):
+            with _drawing(self.base, "stream", number):
+                found.append(next(iterator))
+        return found
 
 
 _KEPT: WeakKeyDictionary[DataLoader[Any], DataLoader[Any]] = WeakKeyDictionary()

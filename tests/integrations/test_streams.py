@@ -46,7 +46,7 @@ LOADERS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("kind", ["arrow", "generator"])
-def test_a_shuffled_stream_goes_on_exactly_from_each_third_batch(kind: str, loader: str) -> None:
+def test_a_shuffled_stream_goes_on_exactly_from_its_first_and_each_third_batch(kind: str, loader: str) -> None:
     whole = [batch["x"].tolist() for batch in LOADERS[loader](stream(kind))]  # plain torch
     assert sorted(itertools.chain.from_iterable(whole)) == list(range(LENGTH))
     state, seen = None, []
@@ -54,7 +54,7 @@ def test_a_shuffled_stream_goes_on_exactly_from_each_third_batch(kind: str, load
         part = Pass(LOADERS[loader](stream(kind)), 1, state)
         batches = iter(part)
         newest = next(batches, None)
-        for _ in range(3):
+        for _ in range(3 if seen else 1):
             if newest is not None:
                 seen.append(newest["x"].tolist())
                 part.taken += 1

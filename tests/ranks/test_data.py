@@ -327,6 +327,19 @@ def test_the_pass_after_a_resumed_one_begins_where_the_stream_itself_would(kind:
     assert [begun + numbers(resumed), numbers(Pass(loader, 2)), numbers(Pass(loader, 3))] == whole
 
 
+def test_a_worker_that_is_not_next_has_its_state_tried_too() -> None:
+    def loader() -> Any:
+        return StatefulDataLoader(Buffered(), 4, num_workers=2)
+
+    whole = [batch[:, 0].tolist() for batch in loader()]  # torchdata, uninterrupted
+    part = Pass(loader(), 1)
+    batches = iter(part)
+    begun = [next(batches)[:, 0].tolist()]
+    part.taken += 1
+    next(batches)  # the first of the second worker, whose state is exact
+    assert begun + [batch[:, 0].tolist() for batch in Pass(loader(), 1, part.state_dict())] == whole
+
+
 class Large(Resumable):
     """A stream over an array, with what cannot be copied where it is asked for."""
 
