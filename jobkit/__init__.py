@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jobkit.train.seeds import derive_seed as derive_seed
     from jobkit.worker.context import Context as Context
     from jobkit.worker.script import init as init
+    from jobkit.worker.values import attributes as attributes
 
 __version__ = "0.3.0"
 
@@ -24,6 +25,7 @@ _LAZY = {
     "Context": "jobkit.worker.context",
     "OpenedRun": "jobkit.checkpoint.export",
     "UsageError": "jobkit.errors",
+    "attributes": "jobkit.worker.values",
     "derive_seed": "jobkit.train.seeds",
     "init": "jobkit.worker.script",
     "open_run": "jobkit.checkpoint.export",

@@ -9,6 +9,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from jobkit.duration import format_seconds
 from jobkit.run.records import Progress
 
 if TYPE_CHECKING:
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 
 PLAIN_LINE_SECONDS = 10.0
 """Between two lines without a terminal: a log of a day shall have thousands of lines, not a million."""
+
+OUTSIDE_SECONDS = 10.0
+"""Before this a validation is not said: a bar shall not flicker."""
 
 WIDE = 110
 """Columns of a terminal from which on the bar has the run's name and the elapsed time."""
@@ -53,12 +57,13 @@ class Display:
         rate = f"{progress.steps_per_second:.3g} step/s" if progress.steps_per_second else ""
         numbers = [(name, value) for name, value in progress.values.items() if value is not None][:2]
         values = "  ".join(f"{name} {value:.4g}" for name, value in numbers)
+        outside = "" if evaluation else outside_a_step(progress, time.time())
         if evaluation:
             values = f"evaluating {evaluation.get('done')}/{evaluation.get('total')} samples  {values}".rstrip()
-        texts = [text for text in (position, rate, values) if text]
+        texts = [text for text in (position, outside or rate, values) if text]
         if sys.stderr.isatty():
             self._draw(step, total, "  ".join(texts))
-        elif self._is_due(step, total, (step, evaluation.get("done"))):
+        elif self._is_due(step, total, (step, evaluation.get("done"), outside.rpartition(":")[0])):  # each minute
             self.say("  ".join(texts))
 
     def close(self) -> None:
@@ -80,6 +85,12 @@ class Display:
             return False
         self._last_line, self._last_position = time.monotonic(), position
         return True
+
+
+def outside_a_step(progress: Progress, now: float) -> str:
+    """Return since when a run is outside of steps, in words; empty in a step, and for the first seconds."""
+    seconds = 0.0 if progress.outside_since is None else now - progress.outside_since
+    return f"outside a step since {format_seconds(seconds)}" if seconds >= OUTSIDE_SECONDS else ""
 
 
 def _bars() -> Bars:

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from jobkit.checkpoint import framework_files, sources
@@ -92,15 +93,22 @@ class Checkpointer:
         beat: Callable[[], None] = lambda: None,
         note_snapshot: Callable[[int], None] = lambda step: None,
         before: int | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        """`before`: begin with a state older than this step, where there is one."""
+        """`before`: begin with a state older than this step, where there is one. `device` is this rank's own."""
         self.ranks, self.place = ranks, place
         self.store = Store(folder, str(attempt))
         self.stager = Stager(place, ranks)
         self._keep, self._check_lease, self._best_mode, self._beat = keep, check_lease, best_mode, beat
         self._disk_ranks = ranks if not place.disks else RankGroup.of_parts(place.disks)
         self._thread_ranks = RankGroup.of_world() if ranks.world_size > 1 else ranks
-        self._writers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jobkit-checkpoint")
+        # A thread begins with device 0, where its first call of CUDA would take memory from another rank.
+        is_apart = device is not None and device.index is not None
+        self._writers = ThreadPoolExecutor(
+            max_workers=1,
+            thread_name_prefix="jobkit-checkpoint",
+            initializer=partial(torch.accelerator.set_device_index, device) if is_apart else None,
+        )
         self._write: Future[Outcome] | None = None
         self._outcomes: list[Outcome] = []
         self.snapshots = Snapshots(slots, self.stager, place, self._thread_ranks, attempt, note_snapshot)

@@ -70,6 +70,8 @@ class Walker:
 
     version = 0
     """Counts the looks that had other leaves than the look before."""
+    keeps_leaves = True
+    """False if each look may find other tensors, as gradients: nobody holds them longer than their copy takes."""
 
     def look(self) -> Live:
         """Return the leaves as they are now."""
@@ -343,6 +345,8 @@ class _OptimizerWalker(Walker):
 
 class _StateWalker(Walker):
     """Anything else with state_dict() and load_state_dict(): a scheduler, a loader, values."""
+
+    keeps_leaves = False
 
     def __init__(self, name: str, live: Any) -> None:
         self.name, self.live = name, live

@@ -218,8 +218,7 @@ class Snapshots:
         self, slot: Slot, staged: Staged, number: int, step: int, entries: list[str], extra: dict[str, Any]
     ) -> None:
         """In the thread: checksums, the neighbour's copy, and last the record."""
-        if staged.ready is not None:
-            staged.ready.synchronize()
+        staged.wait()
         info = sums_of(staged.header, staged.data.numpy().data)
         memory = memoryview(slot.memory(0))
         end = RECORD + staged.nbytes + len(staged.header)

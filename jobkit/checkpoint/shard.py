@@ -51,8 +51,7 @@ class ShardInfo:
 
 def write_shard(file: Path, staged: Staged) -> ShardInfo:
     """Write a shard, and return when the disk has it. Raises OSError."""
-    if staged.ready is not None:
-        staged.ready.synchronize()
+    staged.wait()
     return write_parts(file, staged.header, staged.data.numpy().data)
 
 

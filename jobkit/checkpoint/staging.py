@@ -48,6 +48,8 @@ DTYPES = {
 }
 """The dtypes of safetensors, by torch's."""
 
+_NOTHING = torch.empty(0)
+
 NAMED = 3
 """Paths of an entry's pickled values that are named: a replay buffer has one for each transition."""
 
@@ -108,8 +110,8 @@ class Staged:
     tensor_bytes: int
     data: torch.Tensor
     """uint8 [nbytes], page-aligned; valid until the next copy into the same memory."""
-    ready: torch.cuda.Event | None = None
-    """On a GPU: when the copies have arrived."""
+    ready: Sequence[torch.cuda.Event] = ()
+    """Of each GPU: when its copies have arrived."""
     pickled: list[str] = field(default_factory=list)
     nbytes: int = 0
 
@@ -117,6 +119,11 @@ class Staged:
     def header(self) -> bytes:
         """The header, a multiple of a page long; the writer's thread makes it, while the loop goes on."""
         return _header(self.prefix, self.tensor_bytes, self.nbytes)
+
+    def wait(self) -> None:
+        """Return when the copies of all devices have arrived."""
+        for event in self.ready:
+            event.synchronize()
 
 
 def divide(sizes: Sequence[int], parts: int) -> list[list[tuple[int, int, int]]]:
@@ -154,14 +161,21 @@ class Stager:
         self._numbers: dict[str, list[int]] = {}
         """The pieces of each leaf."""
         self._sources: list[torch.Tensor] = []
+        self._passing: list[int] = []
+        """The sources that are forgotten after the copy: a gradient would keep its memory until the next one."""
         self._targets: list[torch.Tensor] = []
         self._slab: torch.Tensor | None = None
         self._target: torch.Tensor | None = None
         """The memory that the targets are views of."""
         self._prefix = ""
         self._tensor_bytes = 0
-        self.has_cuda = False
-        """True where the copies are to be pinned: tensors of a GPU are among them."""
+        self._gpus: list[torch.device] = []
+        """The devices that the sources lie on: a model may be spread over several GPUs of one rank."""
+
+    @property
+    def has_cuda(self) -> bool:
+        """True where the copies are to be pinned, which serves all devices: tensors of a GPU are among them."""
+        return bool(self._gpus)
 
     def walkers(self, entries: Sequence[Entry]) -> list[tuple[Entry, Walker]]:
         """Return the walker of each entry; it is kept as long as the entry has the same object.
@@ -194,9 +208,12 @@ class Stager:
         text = json.dumps(skeletons, separators=(",", ":")).encode()
         size = self._tensor_bytes + len(text)
         into = memory(size, len(self._prefix.encode()) + 2 * PAGE)
-        if into is None:
+        ready = None if into is None else self._copy(into)
+        for number in self._passing:
+            self._sources[number] = _NOTHING
+        self._passing = []
+        if into is None or ready is None:
             return None
-        ready = self._copy(into)
         into[self._tensor_bytes : size] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         return Staged(self._prefix, self._tensor_bytes, into[:size], ready, pickled, size)
 
@@ -205,7 +222,7 @@ class Stager:
             self._slab = _memory(size + size // 8 + PAGE, self.has_cuda)
         return self._slab
 
-    def _copy(self, into: torch.Tensor) -> torch.cuda.Event | None:
+    def _copy(self, into: torch.Tensor) -> list[torch.cuda.Event]:
         if self._target is None or self._target.data_ptr() != into.data_ptr():
             self._targets, begin = [], 0
             with torch.inference_mode(False):  # views made in it could not be copied to once it is left
@@ -215,13 +232,13 @@ class Stager:
                     begin = end
             self._target = into
         if not self._sources:
-            return None
+            return []
         with torch.no_grad():
             torch._foreach_copy_(self._targets, self._sources, non_blocking=True)
-        if not self.has_cuda:
-            return None
-        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        ready.record()
+        # A copy is queued on its source's own device, where another device's event would come before it.
+        ready = [torch.cuda.Event() for _ in self._gpus]  # type: ignore[no-untyped-call]
+        for event, device in zip(ready, self._gpus, strict=True):
+            event.record(torch.cuda.current_stream(device))
         return ready
 
     def digests(self, entries: Sequence[Entry]) -> dict[str, str]:
@@ -262,13 +279,17 @@ class Stager:
         if self.ranks.anywhere(is_new):
             self._divide(list(_named_leaves(lives, self.place.rank)))
             self._forms = {entry.name: [_form(*leaf) for leaf in live.leaves.items()] for entry, live in lives}
-            self._sources = [torch.empty(0)] * len(self._pieces)
+            self._sources = [_NOTHING] * len(self._pieces)
             changed = lives
-        for name, leaf, _ in _named_leaves(changed, self.place.rank):
-            for number in self._numbers.get(name, ()):
-                self._sources[number] = _source(_local(leaf), self._pieces[number])
+        for entry, live in changed:
+            for name, leaf, _ in _named_leaves([(entry, live)], self.place.rank):
+                numbers = self._numbers.get(name, [])
+                for number in numbers:
+                    self._sources[number] = _source(_local(leaf), self._pieces[number])
+                if not self._walkers[entry.name][1].keeps_leaves:
+                    self._passing += numbers
         if changed:
-            self.has_cuda = any(source.is_cuda for source in self._sources)
+            self._gpus = list(dict.fromkeys(source.device for source in self._sources if source.is_cuda))
 
     def _divide(self, leaves: Sequence[tuple[str, torch.Tensor, bool]]) -> None:
         """Choose the pieces that this rank writes."""

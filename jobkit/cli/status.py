@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 from jobkit.cli.arguments import absent, add_runs, chosen
+from jobkit.display import outside_a_step
 from jobkit.duration import format_seconds
 from jobkit.errors import EXIT_FINISHED
 from jobkit.run import records
@@ -111,7 +112,9 @@ def describe(view: View, progress: Progress | None, now: float) -> list[str]:
     if progress is not None and (newest is None or progress.attempt != newest.number):
         progress = None
     spent = accounts(status, progress, now)
-    steps = _steps(spent, progress) if status.rewound is None else f", step {status.rewound}"
+    running = progress if status.open_attempt is not None and not view.is_over else None
+    outside = outside_a_step(running, now) if running is not None else ""
+    steps = _steps(spent, progress, outside) if status.rewound is None else f", step {status.rewound}"
     lines = [f"{run.name}: {state}{steps}"]
     if view.words:
         lines.append(f"  {view.words}")
@@ -164,13 +167,13 @@ def describe(view: View, progress: Progress | None, now: float) -> list[str]:
     return lines
 
 
-def _steps(spent: list[Account], progress: Progress | None) -> str:
+def _steps(spent: list[Account], progress: Progress | None, outside: str) -> str:
     steps = [account.last_step for account in spent if account.last_step is not None]
     if progress is None or progress.step is None:
         return f", step {steps[-1]}" if steps else ""
     total = f" of {progress.total_steps}" if progress.total_steps else ""
-    speed = f", {progress.steps_per_second:.3g} steps/s" if progress.steps_per_second else ""
-    return f", step {max(progress.step, *steps[-1:], 0)}{total}{speed}"
+    speed = f"{progress.steps_per_second:.3g} steps/s" if progress.steps_per_second else ""
+    return ", ".join(filter(None, [f", step {max(progress.step, *steps[-1:], 0)}{total}", outside or speed]))
 
 
 def _attempt_lines(attempt: Attempt, account: Account, *, is_running: bool) -> list[str]:

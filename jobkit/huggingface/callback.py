@@ -14,7 +14,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from transformers.integrations import TensorBoardCallback
 from transformers.integrations.integration_utils import rewrite_logs
@@ -23,7 +22,6 @@ from transformers.trainer_callback import ExportableState
 from jobkit.errors import UsageError
 from jobkit.huggingface.data import TrainerPlaces, seed_batches
 from jobkit.log import log
-from jobkit.train.gradient_order import GradientOrder
 from jobkit.worker.context import Context
 
 TIMES = ("_runtime", "_per_second", "_preparation_time")
@@ -127,8 +125,6 @@ class JobkitCallback(transformers.TrainerCallback):
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # within accelerate's
         parts = {"model": trainer.model, "optimizer": optimizer, "scheduler": trainer.lr_scheduler}
         ctx.track(per_rank={"trainer": Progress(trainer)}, **parts, **({} if scaler is None else {"scaler": scaler}))
-        if isinstance(trainer.model_wrapped, torch.nn.parallel.DistributedDataParallel):
-            ctx._spread.orders.add(GradientOrder(trainer.model_wrapped))
         drill = self._loop.drill
         self._total = state.max_steps if drill is None else min(state.max_steps, drill.steps)
         if drill is not None and drill.shorten and args.eval_strategy == "steps":  # else there is no eval_steps
@@ -164,9 +160,14 @@ class JobkitCallback(transformers.TrainerCallback):
         if state.global_step >= self._total:
             control.should_training_stop = True
 
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """What follows until the next epoch is no step: an evaluation, other callbacks."""
+        self._loop.outside()
+
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Stop within an evaluation. Trainer makes as many of these steps on all ranks."""
-        self.ctx._rank.beat(self.ctx.step)
+        if not self._loop.outside():
+            self.ctx._rank.beat_again()
         self._loop.look()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -48,6 +48,8 @@ class JobkitCallback(lightning.Callback):  # type: ignore[misc]
         self._total: int | None = None
         self._step: int | None = None
         """Of the last boundary."""
+        self._is_step_open = False
+        """True where a validation comes between two batches of a step."""
 
     @property
     def checkpoint(self) -> str | None:
@@ -120,6 +122,17 @@ class JobkitCallback(lightning.Callback):  # type: ignore[misc]
             self.ctx.boundary(step, self._save, total=step, epoch=trainer.current_epoch)
             self.ctx._checkpoints.results |= {name: float(value) for name, value in trainer.callback_metrics.items()}
             self._state.has_ended = True
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        """Until the next step the module's own hooks run, and validations: as long as they take."""
+        self.ctx._loop.outside()
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self._is_step_open = self.ctx._loop.outside()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._is_step_open:  # batches of an accumulation follow
+            self.ctx._rank.beat(self.ctx.step)
 
     def on_validation_batch_end(self, *_: Any) -> None:
         """Tell the watchdog that a validation is no hang."""

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jobkit.run.schema import CommConfig, Config, ParallelConfig
+from jobkit.run.schema import AUTO, CommConfig, Config, ParallelConfig
 
 
 def identity(config: Config, start: str = "") -> str:
@@ -23,7 +23,8 @@ def identity(config: Config, start: str = "") -> str:
     decides: dict[str, Any] = {
         "task": config.task,
         "params": _with_whole_numbers(config.params),
-        "seed": config.seed,
+        # Of `auto` the seed is one of the params, or 0.
+        "seed": 0 if config.seed == AUTO else config.seed,
         "precision": config.precision,
     }
     # A key that did not always exist counts where it has another value than its default: runs keep their names.

@@ -23,9 +23,10 @@ from typing import Any
 from jobkit.errors import InputError, nearest
 from jobkit.log import log
 from jobkit.run import overrides as overriding
+from jobkit.run.files import is_there
 from jobkit.run.interpolation import RUN_DIR, KeyPath, resolve
 from jobkit.run.overrides import keys_below, with_value
-from jobkit.run.schema import ALL, AUTO, DROPPED, PARALLEL_WORDS, SECTIONS, Config
+from jobkit.run.schema import ALL, AUTO, DROPPED, PARALLEL_WORDS, SECTIONS, Config, seed_of
 from jobkit.run.strict import build
 from jobkit.run.yamlfile import COMMAND_LINE, Places, read_yaml
 
@@ -47,7 +48,7 @@ class Loaded:
     @property
     def written(self) -> dict[str, Any]:
         """The content of config.yaml, for `yamlfile.dump`."""
-        values = dataclasses.asdict(self.config)
+        values = {**dataclasses.asdict(self.config), "seed": self.config.random_seed}
         for path, (expression, value) in self.expressions.items():
             try:
                 parent: Any = reduce(operator.getitem, path[:-1], values)  # type: ignore[arg-type]
@@ -91,7 +92,7 @@ class Source:
                 typed += keys
             if not self.is_own:
                 _refuse_dropped(values)
-            resolved, expressions = resolve({"seed": 0} | values)  # `${seed}` may mean the default
+            resolved, expressions = _resolved(values)
             _refuse_sections_in_params(resolved.get("params"))
             config = _config(resolved, places.file if self.is_own else None)
         clusters = {name: _options_of(name, entry, typed) for name, entry in config.clusters.items()}
@@ -143,6 +144,23 @@ def read_resolved(path: Path) -> Config:
         return _config(resolve(values)[0], path)
 
 
+def with_kept_seed(loaded: Loaded, file: Path) -> Loaded:
+    """The config with the seed in `file`, a run's config.yaml, if that is there: a run keeps the seed it began with.
+
+    Its name says `seed: 0` for auto as well, and auto was 0 in runs from before `params.seed` counted.
+    """
+    if loaded.config.seed not in (AUTO, 0) or not seed_of(loaded.config.params) or not is_there(file):
+        return loaded
+    try:
+        kept = read_yaml(file)[0].get("seed", AUTO)
+    except InputError:  # damaged: it is about to be written anew
+        return loaded
+    if not isinstance(kept, int) or kept == loaded.config.random_seed:
+        return loaded
+    log.info("%s began with seed %s, and keeps it", file.parent.name, kept)
+    return dataclasses.replace(loaded, config=dataclasses.replace(loaded.config, seed=kept))
+
+
 def with_run_dir(value: Any, run_dir: Path) -> Any:
     """A value of `params` or `command` with the path in the place of `${run_dir}`."""
     if isinstance(value, str):
@@ -189,6 +207,16 @@ def _variable_without(demo: Any) -> str:
     if not isinstance(variable, str):
         raise InputError(key="demo", found=demo, allowed="a mapping with `unless_env: NAME`, an environment variable")
     return "" if os.environ.get(variable) else variable
+
+
+def _resolved(values: dict[str, Any]) -> tuple[dict[str, Any], dict[KeyPath, tuple[str, Any]]]:
+    """What `resolve` returns, with a number for `${seed}` also where nobody wrote one."""
+    if values.get("seed", AUTO) != AUTO:
+        return resolve(values)
+    resolved, expressions = resolve({**values, "seed": 0})
+    if seed := seed_of(resolved.get("params")):
+        resolved, expressions = resolve({**values, "seed": seed})
+    return {**resolved, "seed": AUTO}, expressions
 
 
 def _config(values: dict[str, Any], own: Path | str | None = None) -> Config:

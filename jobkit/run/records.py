@@ -4,6 +4,7 @@
     progress.json                 Progress      rank 0                        supervisor, followers, list
     ends/<attempt>/<rank>.json    End           each rank, as its last act    supervisor
     requests/<kind>.json          Request       commands                      supervisor
+    seeds.json                    Seeds         rank 0                        ranks
     start.json                    Start         the submission, --from        ranks, status
     lease.json                    Lease         supervisor, `rewind`          ranks, agents, every append
     supervisor.json               Contact       supervisor                    its agents
@@ -98,6 +99,8 @@ class Progress:
     """The newest logged values, the first few: for the progress bar and `list`. NaN is None."""
     evaluation: dict[str, int] | None = None
     """{done, total} in samples, during an evaluation."""
+    outside_since: float | None = None
+    """Since when rank 0 is outside of steps, as in a validation; None in a step."""
     peak_bytes: int | None = None
     """The most host memory that any rank has had resident."""
     repeats: dict[str, Any] | None = None
@@ -204,6 +207,15 @@ class Start:
     def begins(self, step: int) -> bool:
         """Return whether the run's own checkpoint of a step is the other run's."""
         return step == self.step and not self.weights_only
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seeds:
+    """What the program seeded itself before the first step of the run; further attempts up to the first checkpoint use
+    it again."""
+
+    seeds: dict[str, int]
+    """By `torch`, `NumPy` or `Python`: torch's seed, and for the others a number made of the state."""
 
 
 # What a supervisor leaves

@@ -5,6 +5,7 @@ runs/<name>-<hash8>/
   notify                                     the command of --notify; readable by its owner alone
   events.jsonl  status.json                  run/journal.py
   requests/  ends/  progress.json  lease.json  supervisor.json      run/records.py
+  seeds.json                                 what the program has seeded itself, of the first attempt
   start.json  start/                         of --from: the other run's checkpoint, where its weights alone are taken
   checkpoints/step_00000500/   tensorboard/    written by ranks
   checkpoints/branches/<n>/                  set aside by `rewind`
@@ -74,6 +75,8 @@ class RunDir:
     tensorboard = _Path("tensorboard")
     final = _Path("final")
     """The whole weights, the config and the result of a run that has finished."""
+    seeds_file = _Path("seeds.json")
+    """What the program seeded itself in the first attempt; without a file it seeded nothing."""
     start_file = _Path("start.json")
     start_folder = _Path("start")
     """The checkpoint of another run, where its weights alone are taken."""

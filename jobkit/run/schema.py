@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -313,9 +313,12 @@ class Config:
     secret belongs in the environment: `${oc.env:HF_TOKEN}` is never written to the disk."""
     inputs: list[str] = field(default_factory=list)
     """Files and folders that must exist before anything is queued, as `["${params.data}"]`."""
-    seed: int | None = 0
-    """Decides initial weights, sample order and all random numbers. `null` seeds nothing: the training function does
-    it, or nobody."""
+    seed: int | str | None = _field(
+        "a whole number, null or auto", lambda value: not isinstance(value, str) or value == AUTO, AUTO
+    )
+    """Decides initial weights, sample order and all random numbers. `auto` is `params.seed`, where that is a whole
+    number, else 0. Seeds that the program sets itself count too. `null` seeds nothing: the program does it, or
+    nobody."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """The type in which `ctx.autocast()` and `ctx.backward` compute; fp16 uses a loss scale, which is part of the
     checkpoint."""
@@ -323,7 +326,8 @@ class Config:
         "true, false or warn", lambda value: isinstance(value, bool) or value == "warn", False
     )
     """Whether torch, cuDNN and cuBLAS compute the same bits from the same values each time, which may be slower. With
-    `true` the run fails at an operation that has no such form; `warn` goes on, and says so."""
+    `true` the run fails at an operation that has no such form; `warn` goes on, and says so. A `command:` has the
+    variables (`CUBLAS_WORKSPACE_CONFIG`, `NCCL_NVLS_ENABLE`), and torch's switches where it calls `jobkit.init`."""
     device: Literal["auto", "cuda", "npu", "xpu", "mps", "cpu"] = "auto"
     """Where tensors live; `auto` is the machine's accelerator if `gpus_per_task` is above 0, else the CPU."""
     backend: str = "auto"
@@ -342,7 +346,7 @@ class Config:
         AUTO,
     )
     """How long a step may take until the ranks count as hung. `auto`: 20 times the slowest step so far, at least 5
-    minutes; before the first step and after the last at least 30 minutes."""
+    minutes; outside of steps, as before the first or in a validation between two epochs, at least 30 minutes."""
     on_nan: Literal["stop", "ignore"] = "stop"
     """The reaction to a loss that is not a finite number: `stop` ends the run as failed, with the step and its samples;
     `ignore` goes on."""
@@ -358,6 +362,24 @@ class Config:
     after: list[str] = field(default_factory=list)
     """Names of runs that must be finished before this one starts; `--after` adds more."""
     verify: VerifyConfig = field(default_factory=VerifyConfig)
+
+    @property
+    def deterministic_variables(self) -> dict[str, str]:
+        """The variables that `deterministic` sets where nobody has, for libraries beside torch."""
+        # cuBLAS reads the first when it makes its first handle. Sums in NVLink's switch come in any order
+        # (github.com/NVIDIA/nccl/issues/1497).
+        return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"} if self.deterministic else {}
+
+    @property
+    def random_seed(self) -> int | None:
+        """`seed` as a number; None for null."""
+        return seed_of(self.params) if isinstance(self.seed, str) else self.seed
+
+
+def seed_of(params: Any) -> int:
+    """The number that `seed: auto` means."""
+    seed = params.get("seed") if isinstance(params, Mapping) else None
+    return seed if type(seed) is int else 0
 
 
 SECTIONS: dict[str, list[str]] = {

@@ -38,7 +38,7 @@ NOTES = (BYTES - _NOTES_AT) // _NOTE.size
 
 
 class Phase(IntEnum):
-    """Where a rank is; the watchdog measures only STEPPING."""
+    """Where a rank is; the watchdog measures only STEPPING, and waits as long in OUTSIDE as in ENDING."""
 
     STARTING = 0
     STEPPING = 1
@@ -46,6 +46,8 @@ class Phase(IntEnum):
     """All ranks have agreed to stop, and write the last checkpoint."""
     ENDING = 3
     """After the last step."""
+    OUTSIDE = 4
+    """Between two steps, in lines of the user's that may take long: a validation, the end of an epoch."""
 
 
 @dataclass(frozen=True)

@@ -280,6 +280,7 @@ class _Array:
                     self.outcome.states[plan.run.name] = before.state
                     if before.state not in (*UNDER_WAY, "finished"):  # else another command was here since
                         checks.refuse_foreign(plan.run)
+                        plan = transaction.keep_seed(plan)
                         self.rest.append(_Prepared(plan, before, is_new=not plan.run.path.exists()))
                         transaction.write_files(plan, self.folder, self.code, self.prepare)
                 self._queue(files)

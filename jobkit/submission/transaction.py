@@ -9,6 +9,7 @@ which. Nothing is written after the job exists; only a refusal is (`Refused`).
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from jobkit.errors import InputError, SchedulerError, SchedulerTimeout
 from jobkit.run import snapshot, yamlfile
 from jobkit.run.files import user_name, write_atomic
 from jobkit.run.journal import Journal
+from jobkit.run.load import with_kept_seed
 from jobkit.run.locks import Lock
 from jobkit.run.records import Refused, Submitted, new_token
 from jobkit.run.rundir import RunDir
@@ -87,7 +89,7 @@ def submit(
                 raise SchedulerError(f"{run.name}: {before.words}; a second job could train beside it; {gone}")
             return Outcome(run=run, before=before, started=False, job_id=before.job_id)
         checks.refuse_foreign(run)
-        plan = chain.depend(plan.at(run))
+        plan = keep_seed(chain.depend(plan.at(run)))
         journal = None
         try:
             journal = _prepare(plan.at(run), folder, code, before, prepare)
@@ -144,6 +146,11 @@ def _prepare(
     journal = Journal(run)
     journal.append(submitted(plan, before, cluster))
     return journal
+
+
+def keep_seed(plan: LaunchPlan) -> LaunchPlan:
+    """Return the plan with the seed that the run has begun with, if it has."""
+    return dataclasses.replace(plan, loaded=with_kept_seed(plan.loaded, plan.run.config_file))
 
 
 def write_files(

@@ -129,6 +129,8 @@ class Silent:
     rank: int
     seconds: float
     step: int
+    in_step: bool = True
+    """False outside of steps, as in a validation."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -96,10 +96,8 @@ class Running:
             case Signalled() if self.signalled is None:
                 self.signalled, self.signalled_at, self.facts.signalled = news, now, True
             case Silent() if news.attempt == self.attempt and self.pressure(now) is Pressure.NONE:
-                self.facts.asked = (
-                    "hang",
-                    f"rank {news.rank}: no sign of life for {news.seconds:.0f} s in step {news.step}",
-                )
+                where = f"in step {news.step}" if news.in_step else "outside a step"
+                self.facts.asked = ("hang", f"rank {news.rank}: no sign of life for {news.seconds:.0f} s {where}")
                 self.facts.silent = (news, self.alive.get(news.rank, agent.node))
                 self._begin(Pressure.STACKS, now)
                 self._kill(now + STACKS_SECONDS)

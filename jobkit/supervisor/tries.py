@@ -39,7 +39,8 @@ class Tries:
 
     Progress is a newer state than all before: a checkpoint, or a snapshot in memory. A snapshot shows in the step where
     the next attempt begins; of the last attempt, in its own report. An attempt that died has made progress only if it
-    came further than all before, and trained for as long as its start and the pause before it took.
+    came further than all before, trained for as long as its start and the pause before it took, and left no more steps
+    to repeat than it advanced: else a death a step further on each time would never use up its tries.
     """
 
     def __init__(self, attempts: Sequence[Attempt], command: bool) -> None:
@@ -49,8 +50,9 @@ class Tries:
         """True for a `command:` that reports no steps."""
         # Nobody knows how far a silent program came. It was running, at least, until the scheduler ended it.
         stops = [ran_until_stopped(attempt) for attempt in self.ours]
-        newer = stops if self.is_silent else _newer_states(self.ours)
-        first = _last(newer if self.is_silent else _progress(self.ours, newer))
+        newest = _newest_states(self.ours)
+        newer = stops if self.is_silent else [state > before for before, state in newest]
+        first = _last(newer if self.is_silent else _progress(self.ours, newest))
         self.fruitless = self.ours[first:]
         """Those since the last one that made progress."""
         self.deaths = [attempt for attempt in self.ours[max(0, first - 1) :] if end_of(attempt).cause in STAYS]
@@ -106,8 +108,8 @@ def _last(made: Sequence[bool]) -> int:
     return max((number for number, is_made in enumerate(made, start=1) if is_made), default=0)
 
 
-def _newer_states(attempts: Sequence[Attempt]) -> list[bool]:
-    """Return which attempts left a newer state than all before."""
+def _newest_states(attempts: Sequence[Attempt]) -> list[tuple[int, int]]:
+    """Return the steps of the newest state before each attempt's own, and with those: the same where it left none."""
     made, best, furthest = [], 0, 0
     for number, attempt in enumerate(attempts):
         ended = end_of(attempt)
@@ -115,24 +117,26 @@ def _newer_states(attempts: Sequence[Attempt]) -> list[bool]:
         following = end_of(attempts[number + 1]).first_step if number + 1 < len(attempts) else None
         best = max(best, first or 0)
         # An attempt that never came to its loop found the checkpoints that are there, and made none.
-        newer = first is not None and durable > best
+        newest = max(best, durable) if first is not None else best
         if last > furthest:
-            newer |= (following if following is not None else ended.snapshot_step or 0) > best
-        made.append(newer)
+            newest = max(newest, following if following is not None else ended.snapshot_step or 0)
+        made.append((best, newest))
         best, furthest = max(best, durable), max(furthest, last)
     return made
 
 
-def _progress(attempts: Sequence[Attempt], newer: Sequence[bool]) -> list[bool]:
+def _progress(attempts: Sequence[Attempt], newest: Sequence[tuple[int, int]]) -> list[bool]:
     """Return which of the attempts that left a newer state made progress."""
     made, furthest = [], 0
-    for number, (attempt, is_newer) in enumerate(zip(attempts, newer, strict=True)):
-        ended = end_of(attempt)
-        if is_newer and ended.cause in DEATHS:
+    for number, (attempt, (before, state)) in enumerate(zip(attempts, newest, strict=True)):
+        ended, is_progress = end_of(attempt), state > before
+        last = ended.last_step or 0
+        if is_progress and ended.cause in DEATHS:
             pause = _pause_before(attempt, attempts[number - 1]) if number else 0.0
-            is_newer = (ended.last_step or 0) > furthest and _trained(attempt) >= _start(attempt) + pause
-        made.append(is_newer)
-        furthest = max(furthest, ended.last_step or 0)
+            is_progress = last > furthest and _trained(attempt) >= _start(attempt) + pause
+            is_progress = is_progress and state - before >= last - state
+        made.append(is_progress)
+        furthest = max(furthest, last)
     return made
 
 

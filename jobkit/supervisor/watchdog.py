@@ -14,13 +14,14 @@ from jobkit.duration import parse_seconds
 from jobkit.run.slots import Beat, Phase
 
 LEAST_SECONDS = 300.0
-"""`watchdog: auto` waits at least this long: a step may hold an evaluation, or a checkpoint to a slow disk."""
+"""`watchdog: auto` waits at least this long: a step may hold a checkpoint to a slow disk."""
 
 TIMES_SLOWEST = 20.0
 """`watchdog: auto` waits this many times as long as the slowest step so far took."""
 
 OUTSIDE_LOOP_SECONDS = 1800.0
-"""The least outside of steps: imports, the model, the first step (compilation), the last checkpoint, the end."""
+"""The least outside of steps: imports, the model, the first step (compilation), validations, the lines between two
+passes of ctx.batches, the last checkpoint, the end."""
 
 GAP_SECONDS = 30.0
 """An agent that has not looked for this long was stopped itself, as the ranks may have been (`scontrol suspend`): they

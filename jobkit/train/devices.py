@@ -5,10 +5,11 @@ worker/join.py calls this once, before the process group exists.
 
 from __future__ import annotations
 
-import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from jobkit.errors import DistributedError
 
@@ -71,9 +72,23 @@ def set_determinism(deterministic: bool | str) -> None:
     """Make torch compute the same bits each time, as the YAML's `deterministic:` says."""
     if deterministic is False:
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS makes its first handle
     torch.use_deterministic_algorithms(True, warn_only=deterministic == "warn")
     torch.backends.cudnn.benchmark = False
+
+
+def devices_of(value: Any) -> list[torch.device]:
+    """Return the accelerators on which the tensors of a module, of an optimizer's parameters, or of plain values are.
+
+    Their generators may be drawn from: dropout of a second device draws from that one's.
+    """
+    if isinstance(value, torch.nn.Module):
+        tensors: list[Any] = [*value.parameters(), *value.buffers()]
+    elif isinstance(value, torch.optim.Optimizer):
+        tensors = [item for group in value.param_groups for item in group["params"]]
+    else:
+        tensors = tree_leaves(value)
+    found = dict.fromkeys(item.device for item in tensors if isinstance(item, torch.Tensor))
+    return [device for device in found if device.type not in ("cpu", "meta")]
 
 
 def peak_memory(device: torch.device) -> int | None:

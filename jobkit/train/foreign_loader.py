@@ -4,19 +4,23 @@
       --seeds--> the sampler's draws | the draws of a batch's samples and of its collate, by (base, batch)
 
 A checkpoint holds (base, batches taken); batches that are done are skipped without loading. A stream is read again, or
-goes on from its own state. All of it happens on a copy of the loader. worker/epochs.py and the adapters of frameworks
-call this. A dataset with a generator of its own draws what it draws: it is a limit.
+goes on from its own state. All of it happens on a copy of the loader: one for each pass, or one for all where workers
+persist. worker/epochs.py and the adapters of frameworks call this. A dataset with a generator of its own draws what it
+draws: it is a limit.
 """
 
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count, islice
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -38,6 +42,7 @@ from jobkit.train.seeds import (
     preserved_generators,
     seed_cpu_generators,
 )
+from jobkit.train.trial import copied, digest, has_state, is_exact
 from jobkit.train.workers import WorkerInit, fork_workers, outside_is_said
 
 PLAIN_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
@@ -103,6 +108,14 @@ class Pass:
         if state is None and callable(getattr(self._sampler, "state_dict", None)):
             self._sampler_state = copy.deepcopy(self._sampler.state_dict())
         self._stream_state: Any = None if state is None else state["stream"]
+        self._following: str | None = None if state is None else state.get("following")
+        """In an attempt that goes on: the digest of the batches after this state, up to the one that comes next."""
+        self._back: int = 0 if state is None else state.get("back", 0)
+        """How many batches before that one the stream had this state."""
+        self._stays = False
+        """True if the stream would begin each pass with the state that it was given, as Hugging Face's of one epoch."""
+        self._newest: deque[tuple[Any, Any]] = deque()
+        """The batches that were read last, of each worker one, each after the stream's state before it."""
         self._draws = derive_seed(base, "after", self.skipped) if self.skipped else base
 
     def state_dict(self) -> dict[str, Any]:
@@ -110,11 +123,17 @@ class Pass:
 
         The batch after this place has been read already: the stream's state is the state before that.
         """
+        stream, following, back = self._stream_state, self._following, self._back
+        if self._newest:  # a trial of one batch would try the state of one worker
+            stream, back = self._newest[0][0], len(self._newest) - 1
+            following = None if stream is None else digest([batch for _, batch in self._newest])
         return {
             "taken": self.taken,
             "skipped": self.skipped,
             "sampler": self._sampler_state,
-            "stream": self._stream_state,
+            "stream": stream,
+            "following": following,
+            "back": back,
         }
 
     def ids(self, number: int) -> list[int]:
@@ -141,32 +160,42 @@ class Pass:
         for owner in (loader, loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
             if isinstance(generator := getattr(owner, "generator", None), torch.Generator):
                 generator.manual_seed(derive_seed(self.base, "generator"))
-        clone = copy.copy(loader)
-        changes = {
-            "generator": torch.Generator().manual_seed(derive_seed(self.base, "workers")),
-            "worker_init_fn": WorkerInit(loader.worker_init_fn),
-            "persistent_workers": False,  # workers of the pass before would hold that pass's seeds
-            "_iterator": None,
-        }
-        is_stream = isinstance(loader.dataset, IterableDataset)
-        vars(clone).update(changes if is_stream else changes | self._by_place(loader))  # DataLoader's own are read-only
-        fork_workers(clone)
-        return self._read(clone) if is_stream else iter(clone)
+        if isinstance(loader.dataset, IterableDataset):  # its workers draw by the pass, so each pass has new ones
+            return self._read(_clone(loader, {}, derive_seed(self.base, "workers"), persist=False))
+        persists = loader.persistent_workers and type(loader).__iter__ is DataLoader.__iter__
+        return self._over_kept(loader) if persists else iter(self._by_place(loader))
 
-    def _by_place(self, loader: DataLoader[Any]) -> dict[str, Any]:
-        """Return the parts of a loader whose sampler, dataset and collate draw by place."""
+    def _over_kept(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Yield the batches that the workers of the pass before load; what they draw comes with each batch."""
+        kept = _KEPT.pop(loader, None)  # a second pass at the same time has workers of its own
+        if kept is None:
+            kept = self._by_place(loader, persist=True)
+        else:
+            sampler: Any = kept.batch_sampler if kept.batch_sampler is not None else kept.sampler
+            sampler.places = self._places(loader)
+        try:
+            yield from kept
+        finally:
+            _KEPT[loader] = kept
+
+    def _by_place(self, loader: DataLoader[Any], *, persist: bool = False) -> DataLoader[Any]:
+        """Return a copy of a loader whose sampler, dataset and collate draw by place."""
+        changes = {
+            "dataset": SeededDataset(loader.dataset, loader.collate_fn),
+            "batch_sampler" if loader.batch_sampler is not None else "sampler": _OfPass(self._places(loader)),
+            "collate_fn": as_it_is,
+        }
+        # A worker that persists may draw as it starts: alike in the first pass of each attempt.
+        return _clone(loader, changes, derive_seed(torch.initial_seed() if persist else self.base, "workers"), persist)
+
+    def _places(self, loader: DataLoader[Any]) -> Places:
         by_batch = loader.batch_sampler is not None
         sampler: Any = loader.batch_sampler if by_batch else loader.sampler
         if self.skipped:
             rest = _After(loader.sampler, self.skipped)
             sampler = BatchSampler(rest, loader.batch_size or 1, loader.drop_last) if by_batch else rest
         is_plain = type(loader.sampler) in PLAIN_SAMPLERS and type(loader.batch_sampler) in (BatchSampler, type(None))
-        places = Places(sampler, self.base, self._draws, self._first, self._ids, AHEAD if is_plain else 1)
-        return {
-            "dataset": SeededDataset(loader.dataset, loader.collate_fn),
-            "batch_sampler" if by_batch else "sampler": places,
-            "collate_fn": as_it_is,
-        }
+        return Places(sampler, self.base, self._draws, self._first, self._ids, AHEAD if is_plain else 1)
 
     def _read(self, loader: Any) -> Iterator[Any]:
         """Yield batches of a stream, or of any iterable, whose draws follow from (base, batch).
@@ -175,30 +204,104 @@ class Pass:
         """
         dataset = getattr(loader, "dataset", None)
         owners = [loader, dataset] if getattr(loader, "num_workers", 0) == 0 else [loader]
-        if isinstance(loader, DataLoader) and not _has_state(dataset):
+        if isinstance(loader, DataLoader) and not has_state(dataset):
             owners = []  # torchdata's loader would read it again itself, and from its second restart on wrongly
-        owner: Any = next(filter(_has_state, owners), None)
+        owner: Any = next(filter(has_state, owners), None)
         number = 0
-        if owner is not None and self._stream_state is not None:
+        if owner is not None and self._stream_state is not None and self._is_exact(loader, owner is loader):
+            if self._stays:  # the script's own begins its later passes anew
+                loader, owner = self._over(loader, copied(_stream_of(loader)), owner is loader)
             owner.load_state_dict(copy.deepcopy(self._stream_state))
-            number = self._first
+            number = self._first - self._back
+        self._newest = deque(maxlen=max(1, getattr(loader, "num_workers", 0)))
         with _drawing(self.base, "stream"):
             iterator = iter(loader)
         while True:
-            if owner is not None and number >= self._first:
-                self._stream_state = copy.deepcopy(owner.state_dict())
+            is_near = number + (self._newest.maxlen or 1) > self._first
+            state = copy.deepcopy(owner.state_dict()) if owner is not None and is_near else None
             with _drawing(self.base, "stream", number):
                 try:
                     batch = next(iterator)
                 except StopIteration:
                     return
+            if owner is not None and is_near:
+                self._newest.append((state, tree_leaves(batch)))  # the script may pop a part of it
             if number >= self._first:
                 yield batch
             number += 1
 
+    def _is_exact(self, loader: Any, is_loaders: bool) -> bool:
+        """Return whether the state, of the loader or of its dataset, brings the next batch back, in a copy."""
+        stream = _stream_of(loader)
+        if self._following is None or not isinstance(stream, IterableDataset):
+            return True
 
-def _has_state(value: Any) -> bool:
-    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+        def following(other: Any) -> Any:
+            clone, owner = self._over(loader, other, is_loaders)
+            owner.load_state_dict(copy.deepcopy(self._stream_state))
+            found = self._next_of(clone, 1 + self._back)
+            if getattr(loader, "num_workers", 0) == 0:  # the workers' streams are copies already
+                with suppress(Exception):  # the stream may be at its end, or allow one pass alone
+                    self._stays = digest(self._next_of(clone, 1)) == self._following
+            return found
+
+        return is_exact(stream, following, self._following)
+
+    def _over(self, loader: Any, stream: Any, is_loaders: bool) -> tuple[Any, Any]:
+        """Return the loader over another stream, and what has the state: the loader or the stream."""
+        if not isinstance(loader, DataLoader):
+            return stream, stream
+        clone = copy.copy(loader)
+        generator = torch.Generator().manual_seed(derive_seed(self.base, "workers"))
+        vars(clone).update(dataset=stream, generator=generator)
+        return clone, clone if is_loaders else stream
+
+    def _next_of(self, loader: Any, count: int) -> list[Any]:
+        """Return the first batches of a new iterator, up to the one with which this pass goes on, drawn alike."""
+        with _drawing(self.base, "stream"):
+            iterator = iter(loader)
+        found = []
+        for number in range(self._first + 1 - count, self._first + 1):
+            with _drawing(self.base, "stream", number):
+                found.append(next(iterator))
+        return found
+
+
+_KEPT: WeakKeyDictionary[DataLoader[Any], DataLoader[Any]] = WeakKeyDictionary()
+"""Of each loader whose workers persist, the copy of it that has them, while no pass is under way."""
+
+
+def _clone(loader: DataLoader[Any], changes: Mapping[str, Any], seed: int, persist: bool) -> DataLoader[Any]:
+    """Return a copy of a loader with other parts, whose workers are seeded so."""
+    clone = copy.copy(loader)
+    own: dict[str, Any] = {
+        "generator": torch.Generator().manual_seed(seed),
+        "worker_init_fn": WorkerInit(loader.worker_init_fn),
+        "persistent_workers": persist,
+        "_iterator": None,
+    }
+    # Of torchdata's loader: a state that the script has loaded, or asked for, is not this pass's.
+    kept = {"next_iter_state": None, "_initial_iter_for_state_dict": False}
+    own |= {name: value for name, value in kept.items() if name in vars(loader)}
+    vars(clone).update({**own, **changes})  # DataLoader's own are read-only
+    return fork_workers(clone)
+
+
+class _OfPass:
+    """The sampler of a loader: that of the pass under way."""
+
+    def __init__(self, places: Places) -> None:
+        self.places = places
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.places)
+
+
+def _stream_of(loader: Any) -> Any:
+    return loader.dataset if isinstance(loader, DataLoader) else loader
 
 
 @contextmanager

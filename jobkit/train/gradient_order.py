@@ -1,10 +1,11 @@
 """The order in which DDP's gradients become ready, which its buckets follow: learnt once, and kept by a resumed run.
 
-spread.py makes one for each DDP module; a checkpoint holds it.
+spread.py makes one for each DDP module, whoever made that; a checkpoint holds it.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from jobkit.checkpoint.live import plain_module
+from jobkit.log import log
 
 
 class GradientOrder:
@@ -28,10 +30,13 @@ class GradientOrder:
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
-        self.model: Any = model  # its reducer is not public
+        self._model = weakref.ref(model)  # a script may make another one in its place
+        self.members = members_of(model)
+        """The ranks that add their gradients up."""
         self._is_first = dist.get_rank(model.process_group) == 0
         self._order: list[str] | None = None
-        self._seen: list[str] = []
+        self._seen: dict[str, None] = {}
+        """In their order: of a static graph's gradients, which may be added to several times, the last one counts."""
         self._hooks: list[Any] = []
         self._settling: Any = None
         """The hook of a static graph: all ranks have it until they have settled together."""
@@ -44,16 +49,19 @@ class GradientOrder:
                 register: Any = parameter.register_post_accumulate_grad_hook
                 self._hooks.append(register(partial(self._ready, name)))
 
+    @property
+    def model(self) -> Any:
+        """The DDP module, whose reducer is not public; None once nobody has it."""
+        return self._model()
+
     def learnt(self) -> list[str] | None:
         """Return the parameters in the order in which gradients became ready; None on all but the first rank.
 
         To be called between two backward passes.
         """
         if self._order is None and self._seen:
-            # DDP follows the first pass. In a static graph's a gradient may be added to several times: the last counts.
-            last = list(dict.fromkeys(reversed(self._seen)))[::-1]
-            order = last if self.model.static_graph else list(dict.fromkeys(self._seen))
-            unused = [name for name in _reduced(self.model) if name not in set(order)]
+            order = list(self._seen)
+            unused = [name for name in _reduced(self.model) if name not in self._seen]
             self._seen.clear()
             if not unused or self.model.static_graph:  # else DDP will say what is wrong
                 self._order = [*order, *unused]
@@ -91,9 +99,20 @@ class GradientOrder:
             dist._register_comm_hook(model.reducer, state, hook)  # type: ignore[attr-defined]
         model.reducer._push_all_rebuilt_params()
         model.reducer._rebuild_buckets()
+        model._has_rebuilt_buckets = True
         if model.static_graph:  # the new reducer has not seen the graph yet
             model.static_graph = False
             model._set_static_graph()
+
+    def say_if_lost(self) -> None:
+        """Warn where a run will not be exact. The sum of two ranks is the same in any order."""
+        words = _obstacle(self.model) if _follows_order(self.model) else None
+        if words and self._is_first and len(self.members) > 2:
+            log.warning(
+                "DistributedDataParallel with %s: an attempt that continues adds gradients up in another order, and on "
+                "three ranks or more the run is not exact",
+                words,
+            )
 
     def settle_in_reverse(self) -> None:
         """Lay the buckets of a pipeline's stage out before its first step: a schedule runs in between DDP's own looks.
@@ -103,8 +122,11 @@ class GradientOrder:
         self.settle(list(_reduced(self.model))[::-1])
 
     def _ready(self, name: str, _: Tensor) -> None:
-        if self._order is None and self.model.require_backward_grad_sync:  # of what is only accumulated DDP takes none
-            self._seen.append(name)
+        model = self.model  # of what is only accumulated DDP takes none
+        if self._order is None and model is not None and model.require_backward_grad_sync:
+            if model.static_graph:
+                self._seen.pop(name, None)
+            self._seen[name] = None
 
     def _settle_static_graph(self) -> None:
         """Before the second step: DDP itself would do it a step later, and a resumed run another step later still."""
@@ -118,18 +140,31 @@ class GradientOrder:
         self._hooks.clear()
 
 
-def has_order(model: Any) -> bool:
-    """Return whether DDP lays buckets out by the order of this module's gradients, and takes a new layout.
+def members_of(model: DistributedDataParallel) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(model.process_group))
 
-    DDP does not where it looks for unused parameters. A new reducer would lose the built-in compression, optimizers
-    that step in backward, and DDP's mixed precision.
-    """
-    if model.find_unused_parameters and not model.static_graph:
-        return False
-    special = model._use_python_reducer or model.mixed_precision is not None or model._delay_all_reduce_params
-    in_backward = any(hasattr(parameter, "_in_backward_optimizers") for parameter in model.parameters())
-    built_in_hook = bool(model._get_ddp_logging_data().get("comm_hook")) and not model._comm_hooks
-    return not (special or in_backward or built_in_hook)
+
+def has_order(model: Any) -> bool:
+    """Return whether DDP lays buckets out by the order of this module's gradients, and takes a new layout."""
+    return _follows_order(model) and _obstacle(model) is None
+
+
+def _follows_order(model: Any) -> bool:
+    """DDP does not where it looks for unused parameters, and where torch.compile adds the gradients up."""
+    return (model.static_graph or not model.find_unused_parameters) and not model._use_python_reducer
+
+
+def _obstacle(model: Any) -> str | None:
+    """Return what a new reducer would lose, so that DDP keeps its own; None where that is nothing."""
+    if model._delay_all_reduce_params:
+        return "delay_all_reduce_named_params"
+    if model.mixed_precision is not None:
+        return "mixed_precision"
+    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in model.parameters()):
+        return "an optimizer that steps in backward"
+    if model._get_ddp_logging_data().get("comm_hook") and not model._comm_hooks:
+        return "a built-in communication hook"
+    return None
 
 
 def _reduced(model: Any) -> dict[str, nn.Parameter]:

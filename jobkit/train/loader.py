@@ -159,13 +159,20 @@ class Loader:
         return self.stream.epoch if self.stream is not None else self.done / self._order.length
 
     @property
+    def is_uneven(self) -> bool:
+        """True if some ranks have a sample more in a global batch than others."""
+        return self.global_batch_size % self._world_size != 0
+
+    @property
     def sample_ids(self) -> list[int]:
         """Ids of this rank's samples in the batch that was handed out last; empty before the first, and for streams."""
-        if self.done < self.global_batch_size or self.stream is not None:
+        return self.ids_of(self.done)
+
+    def ids_of(self, done: int) -> list[int]:
+        """Return the ids of this rank's samples in the batch with which `done` samples were handed out."""
+        if done < self.global_batch_size or self.stream is not None:
             return []
-        return [
-            sample for _, sample in self._order.share(self.done - self.global_batch_size, self._rank, self._world_size)
-        ]
+        return [sample for _, sample in self._order.share(done - self.global_batch_size, self._rank, self._world_size)]
 
     def __iter__(self) -> Loader:
         return self

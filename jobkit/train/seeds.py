@@ -51,8 +51,53 @@ def seed_generators(seed: int, *devices: torch.device) -> None:
     """Seed Python's, NumPy's and torch's generators; of accelerators only the `devices`: the rest are other ranks'."""
     seed_cpu_generators(seed)
     for device in _accelerators(devices):
-        with torch.device(device):
-            torch.get_device_module(device).manual_seed(seed)
+        module = torch.get_device_module(device)
+        with module.device(device):  # torch.device(...) would choose where tensors are made, and no generator
+            module.manual_seed(seed)
+
+
+def seeds_since(seed: int) -> dict[str, int]:
+    """Return what somebody has seeded since `seed_generators(seed)`: torch, NumPy, Python, each with a number.
+
+    torch's is the seed. NumPy and Python do not keep theirs: it is made of their state, unless draws alone lead to it.
+    """
+    found = {} if torch.initial_seed() == seed else {"torch": torch.initial_seed()}
+    numpy, python = np.random.RandomState(seed & 0xFFFFFFFF), random.Random(seed)
+    states = {
+        "NumPy": (_words_of(numpy), _words_of(np.random)),
+        "Python": (python.getstate()[1], random.getstate()[1]),
+    }
+    return found | {name: derive_seed(now) for name, (begun, now) in states.items() if not _is_drawn(begun, now)}
+
+
+MOST_DRAWN = 1 << 24
+"""So many numbers, of 32 bits, a program may draw from NumPy or Python before its loop and count as one that has not
+seeded them: to look at them takes 0.1 s."""
+
+
+def _is_drawn(begun: Sequence[int], now: Sequence[int]) -> bool:
+    """Return whether draws alone lead from one state of a Mersenne Twister to another."""
+    following = _twister(now).random_raw(4)
+    twister, numbers = _twister(begun), np.empty(0, np.uint64)
+    for _ in range(0, MOST_DRAWN, 1 << 18):
+        numbers = np.concatenate([numbers[-3:], twister.random_raw(1 << 18)])
+        places = np.flatnonzero(numbers[:-3] == following[0])
+        if any(np.array_equal(numbers[place : place + 4], following) for place in places):
+            return True
+    return False
+
+
+def _twister(words: Sequence[int]) -> np.random.MT19937:
+    twister = np.random.MT19937(0)
+    key = np.array(words[:-1], dtype=np.uint32)
+    twister.state = {"bit_generator": "MT19937", "state": {"key": key, "pos": words[-1]}}
+    return twister
+
+
+def _words_of(generator: Any) -> tuple[int, ...]:
+    """Return the state of a generator of NumPy's in the form of Python's: 624 words, and the place in them."""
+    _, words, place, *_ = generator.get_state(legacy=True)
+    return (*words.tolist(), place)
 
 
 def generator_state(*devices: torch.device) -> dict[str, Any]:

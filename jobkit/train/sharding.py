@@ -8,13 +8,14 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.modules.batchnorm import _NormBase
 
 from jobkit.checkpoint.live import plain_module
 from jobkit.errors import UsageError
 
-EXACT = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.Embedding, nn.EmbeddingBag)
+TABLES = (nn.Embedding, nn.EmbeddingBag)
+EXACT = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, *TABLES)
 """Modules that torch.autocast computes in the parameters' own type."""
 
 
@@ -28,10 +29,12 @@ def shard(
 ) -> None:
     """Shard a module's parameters over a mesh, in place, unit by unit, and put them on the mesh's device.
 
+    The module itself is a unit too, of all that no other has; its forward keeps it gathered.
+
     Over a mesh of two dimensions parameters are copied over the first and sharded over the second. With a `dtype` they
-    are gathered in it and the forward runs under torch.autocast; shards and gradients keep the parameters' type, sums
-    over ranks are float32, and what autocast computes in the parameters' type is gathered in it. With `offload` shards,
-    gradients and the optimizer's state are in host memory. Raises UsageError for a module that cannot be sharded.
+    are gathered in it, but for the module's own unit and for embeddings, and the forward runs under torch.autocast;
+    shards and gradients keep the parameters' type, and sums over ranks are float32. With `offload` shards, gradients
+    and the optimizer's state are in host memory. Raises UsageError for a module that cannot be sharded.
     """
     for name, parameter in module.named_parameters():
         if not parameter.dim():
@@ -39,23 +42,35 @@ def shard(
                 f"parallel: {name} is a scalar, which fully_shard cannot divide: make it a tensor of one element, "
                 "nn.Parameter(torch.zeros(1)), or use ddp or zero1"
             )
-    policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
-    options = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, "offload_policy": policy}
+    place = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
+    options = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, "offload_policy": place}
     reduced = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32, cast_forward_inputs=False
     )
-    uses, units = _uses(module), {*shard_units(module), module}
-    for unit in reversed([part for part in module.modules() if part in units]):  # inner units first
-        if any(uses[parameter] > count for parameter, count in _uses(unit).items()):
-            continue  # it shares a parameter with another part: both are gathered with the whole
-        if dtype is not None:
-            inner = [part for part in unit.modules() if part is not unit and not isinstance(part, FSDPModule)]
-            for part in (part for part in inner if isinstance(part, EXACT)):
-                direct = list(part.parameters(recurse=False))
-                if direct and all(uses[parameter] == 1 for parameter in direct):
-                    fully_shard(part, **options)  # type: ignore[call-overload]
-        own_type = isinstance(unit, EXACT)
-        fully_shard(unit, mp_policy=MixedPrecisionPolicy() if own_type else reduced, **options)  # type: ignore[call-overload]
+    uses, declared = _uses(module), set(shard_units(module)) - {module}
+    units = [
+        unit
+        for unit in reversed([part for part in module.modules() if part in declared])  # inner units first
+        # What shares a parameter with another part is gathered with the whole.
+        if not any(uses[parameter] > count for parameter, count in _uses(unit).items())
+    ]
+    if dtype is not None:  # a table of words may be large, and is needed only once: it is freed after its lookup
+        inside = {part for unit in units for part in unit.modules()}
+        tables = [part for part in module.modules() if isinstance(part, TABLES) and part not in inside | {module}]
+        units += [part for part in tables if all(uses[parameter] == 1 for parameter in part.parameters())]
+    exact = [part for part in module.modules() if isinstance(part, EXACT) and part not in units]
+
+    def apart() -> set[nn.Parameter]:
+        """Return the parameters within units that are gathered with the whole, in their own type: a unit for each norm
+        would have small messages, and no block would be gathered early."""
+        parts = exact if dtype is not None else []
+        return {parameter for part in parts for parameter in part.parameters(recurse=False)}
+
+    in_units = {parameter for unit in units for parameter in unit.parameters()} - apart()
+    fully_shard(module, ignored_params=in_units, **options)  # type: ignore[call-overload]
+    for unit in units:
+        policy = MixedPrecisionPolicy() if isinstance(unit, EXACT) else reduced
+        fully_shard(unit, mp_policy=policy, ignored_params=apart(), **options)  # type: ignore[call-overload]
     if dtype is not None:
         module.forward = torch.autocast(mesh.device_type, dtype)(module.forward)
 
@@ -64,7 +79,7 @@ def shard_units(module: nn.Module) -> list[nn.Module]:
     """Return the parts of a module that are gathered one at a time.
 
     `module.shard_units()` names them; else they are the classes in `_no_split_modules` of Hugging Face's models, else
-    the children of each nn.ModuleList, and of a module that is an nn.Sequential.
+    the children of each nn.ModuleList, and of a module that is an nn.Sequential, but for norms and embeddings.
     """
     if hasattr(module, "shard_units"):
         declared: Iterable[nn.Module] = module.shard_units()  # type: ignore[operator]
@@ -72,7 +87,7 @@ def shard_units(module: nn.Module) -> list[nn.Module]:
     elif names := getattr(module, "_no_split_modules", None):
         units = [part for part in module.modules() if type(part).__name__ in names]
     else:
-        units = list(_blocks(module, isinstance(module, nn.Sequential)))
+        units = [unit for unit in _blocks(module, isinstance(module, nn.Sequential)) if not isinstance(unit, EXACT)]
     return [unit for unit in units if any(True for _ in unit.parameters())]
 
 
@@ -83,13 +98,6 @@ def _blocks(module: nn.Module, has_blocks: bool) -> Iterator[nn.Module]:
             yield child
         else:
             yield from _blocks(child, is_list)
-
-
-def reshard(module: nn.Module) -> None:
-    """Drop the parameters of other ranks that zero2 keeps after a forward, until a backward pass."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
 
 
 def _uses(module: nn.Module) -> Counter[nn.Parameter]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatch
@@ -20,8 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from jobkit.checkpoint.live import plain_module
 from jobkit.errors import UsageError
@@ -30,7 +34,7 @@ from jobkit.run import layout
 from jobkit.run.layout import SHARDED
 from jobkit.run.schema import AUTO, Config
 from jobkit.train.devices import AUTOCAST, group_backend
-from jobkit.train.gradient_order import GradientOrder
+from jobkit.train.gradient_order import GradientOrder, members_of
 from jobkit.train.gradients import gradient_norm
 from jobkit.train.weights import broadcast, check_same_module, materialise
 
@@ -57,14 +61,17 @@ class Spread:
         self.data_rank, self.data_size = self.layout.data_rank(ranks.rank), self.layout.data
         self.modules: list[nn.Module] = []
         """The modules that `parallelize` returned."""
+        self._gathers: dict[FSDPModule, tuple[dict[str, Any], str, Any]] = {}
+        """The parts of modules that fully_shard divides, and that a forward may leave gathered; of each the place of a
+        parameter, and its shard."""
         self.optimizers: list[torch.optim.Optimizer] = []
         """The optimizers that `optimizer` returned."""
-        self.orders = GradientOrders()
+        self.orders = GradientOrders(ranks)
         """The order in which DDP's gradients become ready: a part of the state of a run on several ranks."""
         self._frozen: list[tuple[str, nn.Parameter]] = []
         self.compressions: list[Compression] = []
         """The hooks of comm.hook: a part of the state of each rank."""
-        self._config, self._seed = config, config.seed or 0
+        self._config, self._seed = config, config.random_seed or 0
         self.drifts = config.comm.local_sgd > 1 and self.data_size > 1
         """True if replicas differ between two averages (local SGD)."""
         parallel = config.parallel
@@ -91,6 +98,19 @@ class Spread:
                 self.stages = self._mesh["pipeline"].get_group()
         self.forward_is_collective = self._mesh is not None
         """True where all ranks make a forward together, as of sharded weights: they evaluate as many batches each."""
+
+    def watch(self, value: Any) -> None:
+        """Take note of what fully_shard divides in a tracked object, whoever called it."""
+        if not isinstance(value, nn.Module) or (value in self.modules and not self._keeps_gathered):
+            return
+        parts: list[Any] = [part for part in plain_module(value).modules() if isinstance(part, FSDPModule)]
+        self.forward_is_collective = self.forward_is_collective or bool(parts)
+        for part in parts:
+            part.reshard()
+            holders = [module._parameters for module in _undivided(part)]
+            places = ((holder, name, item) for holder in holders for name, item in holder.items() if item is not None)
+            if (place := next(places, None)) is not None:
+                self._gathers[part] = place
 
     def parallelize(self, module: nn.Module, **options: bool) -> nn.Module:
         """Return the module on this rank's device, with rank 0's weights, spread over the ranks. All ranks call it.
@@ -261,17 +281,21 @@ class Spread:
             yield
 
     @property
-    def keeps_gathered(self) -> bool:
+    def _keeps_gathered(self) -> bool:
         """True if a forward without a backward pass leaves whole parameters in the place of shards (zero2)."""
         return self._is_sharded and self._config.parallel.data not in ("zero3", "hsdp")
 
     def reshard(self) -> None:
-        """Put the shards back: at each boundary, and before parameters are changed by hand."""
-        if self.keeps_gathered:
-            from jobkit.train.sharding import reshard
+        """Put the shards back: before the state is read or restored, and before parameters are changed by hand."""
+        for part in self._gathers:
+            part.reshard()
 
-            for module in self.modules:
-                reshard(module)
+    def reshard_gathered(self) -> None:
+        """Put the shards back where a look shows that they are not there, for 0.1 us a part: at each boundary, for the
+        next forward shall see the same whether a save came or not."""
+        for part, (holder, name, shard) in self._gathers.items():
+            if holder.get(name) is not shard:
+                part.reshard()
 
     def check_frozen(self) -> None:
         """Raise UsageError for a parameter that DDP takes for frozen, and that is trained now."""
@@ -309,27 +333,95 @@ class Spread:
         return [tensor.detach() for tensor in tensors if tensor.is_floating_point()]
 
 
+def _undivided(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and the modules in it, but for those that fully_shard divides apart."""
+    yield module
+    for child in module.children():
+        if not isinstance(child, FSDPModule):
+            yield from _undivided(child)
+
+
 def _is_divided(parameter: nn.Parameter) -> bool:
     """Return whether the ranks of a tensor group have parts of a parameter."""
     return isinstance(parameter.data, DTensor) and "tensor" in (parameter.data.device_mesh.mesh_dim_names or ())
 
 
 class GradientOrders:
-    """The gradient orders of all DDP modules of a run: DDP's state in a checkpoint."""
+    """The gradient orders of all DDP modules of a run: DDP's state in a checkpoint.
 
-    def __init__(self) -> None:
+    Of those that others make it takes note as they are made: a script may track the module within one, Trainer and
+    Lightning make theirs inside, and a framework that saves its own files has nothing tracked.
+    """
+
+    def __init__(self, ranks: RankGroup) -> None:
+        self._ranks = ranks
         self._orders: list[GradientOrder] = []
+        self._others: dict[str, GradientOrder] = {}
+        self._made: dict[str, weakref.ref[DistributedDataParallel]] = {}
+        hook: Any = register_module_module_registration_hook
+        self._hook = hook(self._note) if ranks.world_size > 1 else None
 
     def add(self, order: GradientOrder) -> None:
         self._orders.append(order)
 
+    def _note(self, module: nn.Module, name: str, _: Any) -> None:
+        if name == "module" and isinstance(module, DistributedDataParallel):
+            group = f"of {members_of(module)}"
+            number = sum(name.startswith(group) for name in self._made)
+            self._made[f"{group} {number}"] = weakref.ref(module)
+
+    def find(self, tracked: Mapping[str, nn.Module], known: Iterable[nn.Module]) -> None:
+        """Take in the DDP modules that others made, but for those within `known`; before the loop."""
+        self.close()
+        seen = {id(part) for module in known for part in module.modules()}
+        made = [(name, model) for name, reference in self._made.items() if (model := reference()) is not None]
+        # What is tracked may be older than the context.
+        for name, model in [*_ddp_within(tracked), *made]:
+            if id(model) not in seen:
+                seen.add(id(model))
+                self._others[name] = GradientOrder(model)
+        for _, order, _ in self._alive():
+            order.say_if_lost()
+
+    def close(self) -> None:
+        """Take note of no others any more."""
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _alive(self) -> list[tuple[str, GradientOrder, Any]]:
+        named = {**{str(number): order for number, order in enumerate(self._orders)}, **self._others}
+        return [(name, order, model) for name, order in sorted(named.items()) if (model := order.model) is not None]
+
     def state_dict(self) -> dict[str, Any]:
-        return {"orders": [order.learnt() for order in self._orders]}
+        alive = self._alive()
+        return {
+            "orders": {name: order.learnt() for name, order, _ in alive},
+            # After a forward without gradients, or within no_sync, DDP leaves its next broadcast of buffers out.
+            "broadcasts": {name: model.require_forward_param_sync for name, _, model in alive},
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Lay out the buckets as they were. All ranks call it together."""
-        for order, names in zip(self._orders, state["orders"], strict=False):
-            order.settle(names)
+        orders, broadcasts = state["orders"], state.get("broadcasts", {})
+        if isinstance(orders, list):  # of an older run
+            orders = {str(number): names for number, names in enumerate(orders)}
+        alive = self._alive()
+        # When Python frees a module that a script has given up differs between ranks.
+        present = [set(names) for names in self._ranks.gather([name for name, _, _ in alive])]
+        for name, order, model in alive:
+            if all(name in present[rank] for rank in order.members):
+                order.settle(orders.get(name))
+                model.require_forward_param_sync = broadcasts.get(name, model.require_forward_param_sync)
+
+
+def _ddp_within(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, DistributedDataParallel]]:
+    """Yield the DDP modules within others, by name; but for copies in an average, which nobody trains."""
+    for name, module in modules.items():
+        averages = [part for part in module.modules() if isinstance(part, AveragedModel)]
+        copies = {id(part) for average in averages for part in average.modules()}
+        for path, part in module.named_modules():
+            if isinstance(part, DistributedDataParallel) and id(part) not in copies:
+                yield f"{name}.{path}", part
 
 
 @contextmanager

@@ -7,7 +7,7 @@ context.py calls this. A training function may do all of it by hand instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -154,7 +154,7 @@ class Step:
 def evaluating(
     model: nn.Module,
     averaged: AbstractContextManager[None],
-    devices: tuple[torch.device, ...],
+    devices: Sequence[torch.device],
 ) -> Iterator[None]:
     """Within it, the model is in evaluation mode and has its averaged weights, where there are any.
 

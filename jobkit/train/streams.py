@@ -7,8 +7,9 @@ any number of ranks and workers. Ranks divide the parts between them; where the 
 stream has no `shard`, every rank reads all of it and keeps its share of each batch.
 
 A restart reads the stream again up to its position; a stream with state_dict and load_state_dict goes on from its
-state, which must hold all that decides the samples to come. Every worker reads, and collates the batches that are its
-turn: decode in `collate_fn`, not in the stream. Random numbers follow from (seed, part, sample). loader.py calls this.
+state before the last sample of a batch, where a trial brings that sample back (trial.py). Every worker reads, and
+collates the batches that are its turn: decode in `collate_fn`, not in the stream. Random numbers follow from (seed,
+part, sample). loader.py calls this.
 """
 
 from __future__ import annotations
@@ -17,16 +18,13 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
-import torch
-import xxhash
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker as workers_module
 
 from jobkit.errors import UsageError
 from jobkit.train.order import share_of
 from jobkit.train.seeds import derive_seed, seed_cpu_generators
+from jobkit.train.trial import digest, has_state, is_exact
 from jobkit.train.workers import outside_is_said
 
 MOST_PARTS = 64
@@ -84,7 +82,7 @@ class Stream:
         """Of the samples of a batch that this rank reads, those that are its share, by their place in the batch."""
         self._gather = None if is_divided else gather
         self.states: dict[int, Any] = {}
-        """Of each part that this rank reads, its state after the batch that was handed out last."""
+        """Of each part that this rank reads, its state before its last sample of the batch that was handed out last."""
         self.epoch = 0.0
         """Whole passes over the part that has come least far."""
 
@@ -140,45 +138,63 @@ class _Reader(IterableDataset[Any]):
         worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
         workers_module._worker_info = None  # a stream that divides itself over the workers would give a part of it
         done, count, turn = self._done, stream.parts, 0
-        parts = {
-            number: _Part(stream, number, (done - number + count - 1) // count, self._states.get(number))
-            for number in stream.numbers
-        }
+        read = {number: (done - number + count - 1) // count for number in stream.numbers}
+        states: dict[int, Any] = self._states
+        if states and not self._is_exact(stream.numbers[0], read[stream.numbers[0]]):
+            states = {}
+        parts = {number: _Part(stream, number, read[number], states.get(number)) for number in stream.numbers}
         kept = set(stream.kept)
         while True:
             is_mine = turn % workers == worker
-            samples, first = [], ""
+            samples, first, states = [], "", {}
             for place in range(stream.global_batch_size):
                 part = parts.get((done + place) % count)
                 if part is None:
                     continue
+                number = (done + place) % count
+                is_last = is_mine and place + count >= stream.global_batch_size
+                state = part.state() if is_last else None
                 with outside_is_said():
                     sample = next(part)
+                if state is not None:
+                    states[number] = {**state, "last": digest(sample) if number == stream.numbers[0] else None}
                 if is_mine and place in kept:
                     samples.append(sample)
                 if turn < workers and not first:
-                    first = _digest(sample)
+                    first = digest(sample, whole=False)
             done, turn = done + stream.global_batch_size, turn + 1
             if is_mine:
                 seed_cpu_generators(derive_seed(stream.seed, "collate", done))
-                states = {number: state for number, part in parts.items() if (state := part.state()) is not None}
                 yield stream.collate_fn(samples), states, min(part.epoch for part in parts.values()), first
+
+    def _is_exact(self, number: int, read: int) -> bool:
+        """Return whether the state of a part brings its last sample back, in a copy; the parts are alike."""
+        stream, state = self._stream, self._states[number]
+        if state.get("last") is None:  # of another rank's second part, or of an older checkpoint
+            return "last" not in state
+        part = stream.part(number)
+        return is_exact(part, lambda other: _Part(stream, number, read, state, other).last, state["last"])
 
 
 class _Part:
     """A part of a stream, again and again, after `read` samples."""
 
-    def __init__(self, stream: Stream, number: int, read: int, state: Mapping[str, Any] | None) -> None:
-        self._part, self._seed = stream.part(number), derive_seed(stream.seed, "part", number)
-        self._has_state = all(callable(getattr(self._part, name, None)) for name in ("state_dict", "load_state_dict"))
+    def __init__(
+        self, stream: Stream, number: int, read: int, state: Mapping[str, Any] | None, part: Any = None
+    ) -> None:
+        self._part, self._seed = stream.part(number) if part is None else part, derive_seed(stream.seed, "part", number)
+        self._has_state = has_state(self._part)
         self.epoch, self._read, self._read_in_epoch = 0, 0, 0
+        self.last: Any = None
+        """The sample that was read last."""
         if self._has_state and state is not None:
-            self.epoch, self._read, self._read_in_epoch = state["epoch"], read, state["read_in_epoch"]
+            is_before = "last" in state  # the last sample; older checkpoints have the state after it
+            self.epoch, self._read, self._read_in_epoch = state["epoch"], read - is_before, state["read_in_epoch"]
             self._open(state["stream"])
-            return
-        self._open(None)
-        for _ in range(read):
-            next(self)
+        else:
+            self._open(None)
+        while self._read < read:
+            self.last = next(self)
 
     def _open(self, state: Any) -> None:
         seed_cpu_generators(derive_seed(self._seed, "epoch", self.epoch))
@@ -207,16 +223,3 @@ class _Part:
             return None
         stream = copy.deepcopy(self._part.state_dict())
         return {"epoch": self.epoch, "read_in_epoch": self._read_in_epoch, "stream": stream}
-
-
-def _digest(sample: Any) -> str:
-    """Return a digest of the tensors, arrays, texts and numbers of a sample."""
-    total = xxhash.xxh3_64()
-    for leaf in tree_leaves(sample):
-        if isinstance(leaf, torch.Tensor):
-            total.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        elif isinstance(leaf, np.ndarray):
-            total.update(leaf.tobytes())
-        elif isinstance(leaf, (str, bytes, int, float)):
-            total.update(repr(leaf).encode())
-    return total.hexdigest()

@@ -34,6 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     from jobkit.worker.command import run_command
     from jobkit.worker.context import Context
     from jobkit.worker.ending import recorded
+    from jobkit.worker.join import take_threads
     from jobkit.worker.launcher import find_launch
     from jobkit.worker.task import finish_task, load_task
 
@@ -43,6 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         return EXIT_FINISHED
     if loaded.config.command:
         return run_command(begun)
+    take_threads(loaded.config.resources.cpus_per_task)
     sys.path.insert(0, str(Path.cwd()))
 
     def program() -> object:

@@ -148,7 +148,7 @@ class Children:
             out_of_memory=child.code != 0 and kernel_oom_kills() > child.oom_kills,
             step=beat.step if beat.attempt == self.attempt else -1,
             snapshot_step=snapshot_step,
-            in_step=beat.attempt == self.attempt and beat.phase is Phase.STEPPING,
+            in_step=beat.attempt == self.attempt and beat.phase in (Phase.STEPPING, Phase.OUTSIDE),
             device=word.health,
             device_is_sick=word.is_sick,
             device_memory=word.memory,
@@ -261,7 +261,10 @@ class Children:
             beat = child.page.read()
             seconds = child.watch.look(beat, now)
             if seconds is not None and self.attempt is not None:
-                messages.append(Silent(attempt=self.attempt, rank=child.rank, seconds=seconds, step=beat.step))
+                in_step = beat.phase is Phase.STEPPING
+                messages.append(
+                    Silent(attempt=self.attempt, rank=child.rank, seconds=seconds, step=beat.step, in_step=in_step)
+                )
         return messages
 
 

@@ -10,7 +10,6 @@ is finished, 75 is stopped.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -37,16 +36,6 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.1
 """Between two looks at a program that runs as a child."""
 
-_PROGRAMS = (".py", ".sh")
-
-# `python -m MODULE` with the snapshot in the place of the current folder, which Python puts first on its import path.
-_RUN_MODULE = """\
-import runpy, sys
-code, module = sys.argv.pop(1), sys.argv.pop(1)
-sys.path[0] = code
-runpy._run_module_as_main(module)
-"""
-
 
 def become_command(rank: Rank) -> NoReturn:
     """Replace this process by the program of the run's `command:`. Raises InputError if there is no such program."""
@@ -60,7 +49,9 @@ def become_command(rank: Rank) -> NoReturn:
     program = shutil.which(words[0])
     if program is None:
         raise InputError("no such program on this node", key="command", found=words[0])
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **snapshot_path.environment(code, source, os.environ)}
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **snapshot_path.for_programs(code, source, os.environ)}
+    for name, value in rank.config.deterministic_variables.items():
+        environment.setdefault(name, value)
     # Gloo would resolve the name of the host to find its interface; on many clusters names do not resolve.
     if interface := interface_towards(environment["MASTER_ADDR"]):
         environment.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -111,23 +102,16 @@ def run_command(begun: Launched) -> int:
 
 
 def in_snapshot(words: Sequence[str], code: Path, source: Path) -> list[str]:
-    """The words of a command that was typed in `source`, with its programs and modules taken from the snapshot.
-
-    Python puts the folder of `train.py`, and for `-m` the current one, before PYTHONPATH.
-    """
-    copied = [_copy_of(word, code, source) for word in words]
-    if re.fullmatch(r"(.*/)?python[\d.]*", words[0]) and "-m" in words:
-        index = words.index("-m")
-        if index + 1 < len(words) and all(word.startswith("-") for word in words[1:index]):
-            copied[index : index + 2] = ["-c", _RUN_MODULE, str(code), words[index + 1]]
-    return copied
+    """The words of a command that was typed in `source`, with each file that the snapshot holds taken from there: a
+    program, `conf.yaml`, or `--config=conf.yaml`."""
+    return [_in_snapshot(word, code, source) for word in words]
 
 
-def _copy_of(word: str, code: Path, source: Path) -> str:
-    """The copy of a program file in the snapshot; any other word as it is."""
-    path = source / word
-    if word.endswith(_PROGRAMS) and path.is_relative_to(source):
+def _in_snapshot(word: str, code: Path, source: Path) -> str:
+    option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
+    path = source / value
+    if value and path.is_relative_to(source):
         copy = code / path.relative_to(source)
         if ".." not in copy.parts and copy.is_file():
-            return str(copy)
+            return f"{option}{equals}{copy}"
     return word

@@ -29,6 +29,7 @@ from jobkit.errors import CheckpointError, JobkitError, Stopped, UsageError
 from jobkit.run.files import is_there
 from jobkit.run.records import Start
 from jobkit.run.slots import Phase, page_before, slots_of
+from jobkit.train.devices import devices_of
 from jobkit.train.loader import Loader
 from jobkit.train.seeds import derive_seed, seed_generators
 from jobkit.train.spread import Spread
@@ -46,7 +47,7 @@ from jobkit.worker.repeated_steps import Repeats
 from jobkit.worker.reporter import Reporter
 from jobkit.worker.timing import Timing
 from jobkit.worker.tracked import Generators, PendingGradients, Tracked
-from jobkit.worker.values import Values
+from jobkit.worker.values import Values, replaced_by_restores
 
 
 @with_fitting_methods
@@ -72,8 +73,8 @@ class Context:
         self.params: DictConfig = OmegaConf.create(rank.params)
         """The YAML's `params`, read-only; `OmegaConf.to_container(ctx.params)` is a dict."""
         OmegaConf.set_readonly(self.params, True)
-        self.seed: int = config.seed or 0
-        """The YAML's `seed`; 0 for null."""
+        self.seed: int = config.random_seed or 0
+        """The YAML's `seed`, as a number; 0 for null."""
         self.rank: int = rank.rank
         """The number of this process among all ranks, from 0."""
         self.local_rank: int = rank.local_rank
@@ -90,7 +91,8 @@ class Context:
         """The run's directory; files of your own belong in `outputs/` below it, which exists."""
         rank.run.outputs.mkdir(exist_ok=True)
         self._rank, self._ranks = rank, joined.ranks
-        self._devices = (joined.device,)
+        self._devices = [joined.device]
+        """The devices whose generators this rank has: its own, and those of tracked tensors."""
         place = Place(rank.rank, rank.world_size, rank.local_world_size, disks_of(rank.run.path, rank, joined.ranks))
         self._checkpointer = Checkpointer(
             rank.run.checkpoints,
@@ -104,6 +106,7 @@ class Context:
             slots=slots_of(environ),
             before=joined.ranks.broadcast(older_than(rank) if self.is_main else None),
             best_mode=config.checkpoint.best.mode if config.checkpoint.best is not None else "min",
+            device=joined.device,
         )
         restored = self._checkpointer.restored
         start = joined.ranks.broadcast(rank.run.start() if self.is_main else None)
@@ -131,12 +134,12 @@ class Context:
         )
         self._before = page_before(environ)
         # Ranks that compute the same samples together draw the same numbers.
-        self._generators = Generators(config.seed, self._spread.data_rank, rank.world_size, self._devices)
+        self._generators = Generators(config.random_seed, self._spread.data_rank, rank.world_size, self._devices)
         self._averaged_step = 0
         if self._spread.drifts:
             self._loop.before_boundary = self._average_replicas
-        elif self._spread.keeps_gathered:
-            self._loop.before_boundary = lambda step, is_last: self._spread.reshard()
+        else:
+            self._loop.before_boundary = lambda step, is_last: self._spread.reshard_gathered()
         self._tracked.before_look = self._spread.reshard
         self._tracked.before_save = self._spread.check_frozen
         self._epochs = Epochs(self._loop, self._tracked, self._restore_again, self._devices, rank.rank, rank.world_size)
@@ -151,9 +154,9 @@ class Context:
         if restored is not None:
             self.checkpoint = framework_files.folder_of(restored.path)
         if self._loop.trace is not None:
-            self._loop.trace.samples = self._sample_ids
-        if config.seed is not None:  # equal on all ranks, for equal initial weights
-            seed_generators(derive_seed(config.seed, "init"), *self._devices)
+            self._loop.trace.samples = lambda: self._samples()()
+        if config.random_seed is not None:  # equal on all ranks, for equal initial weights
+            seed_generators(derive_seed(config.random_seed, "init"), *self._devices)
         Context._current = self
 
     def _take_weights(self, start: Start) -> None:
@@ -269,7 +272,8 @@ class Context:
         if not isinstance(model, DistributedDataParallel):
             self._loop.own_time.waits()
         mean = self._step.backward(model, batch, loss, **sizes)
-        self._health.see(self.step, mean, self._sample_ids)
+        self._tracked.is_weighted = True
+        self._health.see(self.step, mean, self._samples())
         return mean
 
     def update(self, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None) -> Tensor | None:
@@ -283,14 +287,14 @@ class Context:
         """Within it, the parameters are their moving averages, where the optimizer keeps any."""
         return self._step.averaged(optimizer)
 
-    def evaluating(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
-    ) -> AbstractContextManager[None]:
+    @contextmanager
+    def evaluating(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
         """Within it, the model is in evaluation mode, with averaged weights where the optimizer keeps any.
 
         At the end each submodule's mode, the weights and the random generators are as before.
         """
-        return evaluating(model, self._step.averaged(optimizer), self._devices)
+        with self._loop.evaluation(), evaluating(model, self._step.averaged(optimizer), self._devices):
+            yield
 
     # State and loop
 
@@ -305,6 +309,9 @@ class Context:
             raise UsageError("ctx.track comes before the loop: no attempt would restore what is tracked later")
         if per_rank is not None and not isinstance(per_rank, Mapping):
             raise UsageError(f"ctx.track(per_rank=...): expected {{name: object}}, found {type(per_rank).__name__}")
+        for value in (*objects.values(), *(per_rank or {}).values()):
+            self._spread.watch(value)
+            self._devices += [device for device in devices_of(value) if device not in self._devices]
         self._tracked.add(objects, per_rank or {})
 
     def values(self, **values: Any) -> Any:
@@ -316,6 +323,17 @@ class Context:
         if self._loop.call or self._values is not None:
             raise UsageError("ctx.values comes before the loop, and once: give all values in one call")
         self._values = Values(values)
+        if found := replaced_by_restores(vars(self._values)):
+            path, kind = found
+            words = (
+                f"ctx.values: {path} is a {kind}: a restore would replace it, and the script would keep the old "
+                "one; ctx.track takes objects with state_dict and load_state_dict, jobkit.attributes(obj, 'a', 'b') "
+                "makes state of others"
+            )
+            if self._checkpointer.restored is None:
+                raise UsageError(words)
+            self._reporter.warn(words)  # the run began before this was refused
+        self._devices += [device for device in devices_of(values) if device not in self._devices]
         self._tracked.add({}, {"values": self._values})
         return self._values
 
@@ -408,18 +426,20 @@ class Context:
         if self._step.scaler is not None:
             self._tracked.add_own("scaler", self._step.scaler)
         if self.world_size > 1:
+            self._spread.orders.find(self._tracked.named_modules, self._spread.modules)
             self._tracked.add_own("gradient_order", self._spread.orders)
         for number, compression in enumerate(self._spread.compressions):
             self._tracked.add_own(f"compression{number}", compression)
         self._tracked.add_own("gradients", PendingGradients(self._tracked))
         if restored is None:
-            self._generators.begin()
+            self._generators.begin(self._ranks, self._rank)
         self._tracked.add_own("epochs", self._epochs)
         self._tracked.add_own("generators", self._generators)
         restored = self._checkpointer.restored  # an older one, where reading jobkit's own entries found damage
         self._loop.boundary = Boundary() if restored is None else self._checkpoints.begin_with(restored.manifest.extra)
         if not self._epochs.restores_again:
             self._tracked.check_names()
+        self._tracked.check_plain_state()
         self._begin_reports(restored, Repeats(self._rank.page, self._before, self.step))
 
     def _average_replicas(self, step: int, is_last: bool) -> None:
@@ -445,14 +465,14 @@ class Context:
     # Logging
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Log numbers, or tensors of one element, to TensorBoard at the current step. Any rank may call it; rank 0's
-        are written.
+        """Log numbers, or tensors of one element, to TensorBoard at the current step; None is left out. Any rank may
+        call it; rank 0's are written.
 
         ctx.log({"train/loss": loss})
         """
         for name, value in self._reporter.log(self.step, values).items():
             if "loss" in name.rpartition("/")[2]:
-                self._health.see(self.step, value, self._sample_ids)
+                self._health.see(self.step, value, self._samples())
 
     def log_image(self, tag: str, image: Tensor) -> None:
         """Log an image [C, H, W] or [H, W], uint8 or float in [0, 1]."""
@@ -514,7 +534,7 @@ class Context:
                 self._average_replicas(self.step, is_last=True)
             self._spread.reshard()
             # final/ first: an attempt that begins with the last checkpoint finds the result there (`is_done`).
-            modules = {name: value for name, value in self._tracked.objects.items() if isinstance(value, nn.Module)}
+            modules = self._tracked.named_modules
             make_room = self._checkpointer.make_room
             with ExitStack() as averages:
                 for value in self._tracked.objects.values():
@@ -570,7 +590,15 @@ class Context:
             self._reporter.finish(self.result)
         self._checkpointer.close()
         self._tracked.close()
+        self._spread.orders.close()
 
-    def _sample_ids(self) -> list[int]:
-        """Return the ids of this rank's samples in the step under way."""
-        return [sample for loader in self._step.loaders for sample in loader.sample_ids] or self._epochs.sample_ids
+    def _samples(self) -> Callable[[], list[int]]:
+        """Return a function that gives the ids of this rank's samples in the step under way, in later steps too: a loss
+        on a device is read when others are under way."""
+        places, batches = [(loader, loader.done) for loader in self._step.loaders], self._epochs.sample_ids
+
+        def ids() -> list[int]:
+            own = [sample for loader, done in places for sample in loader.ids_of(done)]
+            return own or [sample for batch in batches for sample in batch]
+
+        return ids

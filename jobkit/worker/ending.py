@@ -56,7 +56,7 @@ def recorded(rank: Rank, program: Callable[[], Any]) -> tuple[int, End | None]:
         log.warning("%s", lost)
         return EXIT_RESUMABLE, None
     except BaseException as raised:
-        error = raised
+        error = explained(rank, raised)
     end = end_of(rank, error, result)
     record(rank, end)
     if end.kind == "failed" and error is not None:
@@ -67,12 +67,22 @@ def recorded(rank: Rank, program: Callable[[], Any]) -> tuple[int, End | None]:
     return EXIT_FINISHED if end.kind == "finished" else code if isinstance(code, int) else EXIT_FAILED, end
 
 
+def explained(rank: Rank, error: BaseException) -> BaseException:
+    """Return an error, or a user's mistake that is known by it and by where the loop is."""
+    if isinstance(error, StopIteration) and rank.page.read().phase is Phase.ENDING:
+        return UsageError(
+            "the epochs of ctx.epochs are over, and next() asked for another batch: give ctx.epochs as many epochs as "
+            "the steps need, or take ctx.loader, which has no end, and ctx.boundary: docs/adopting.md"
+        )
+    return error
+
+
 def record(rank: Rank, end: End) -> None:
     """Write a rank's End; a full disk is no reason to end in another way.
 
     The rank's page says it too: a disk may show the file late to other nodes.
     """
-    if rank.page.read().phase is Phase.STEPPING:
+    if rank.page.read().phase in (Phase.STEPPING, Phase.OUTSIDE):
         rank.beat(rank.page.read().step, Phase.ENDING)
     try:
         rank.run.ends_folder(rank.attempt).mkdir(parents=True, exist_ok=True)

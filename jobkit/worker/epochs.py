@@ -19,6 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 from jobkit.errors import UsageError
 from jobkit.log import log
 from jobkit.train.foreign_loader import Form, Pass, draw_base, form_of
+from jobkit.train.loader import Loader
 from jobkit.train.seeds import generator_state, load_generator_state
 from jobkit.worker.checkpoints import Boundary
 from jobkit.worker.loop import Loop
@@ -35,7 +36,7 @@ class Epochs:
         loop: Loop,
         tracked: Tracked,
         restore_again: Callable[[], None],
-        devices: tuple[torch.device, ...],
+        devices: Sequence[torch.device],
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
@@ -94,10 +95,10 @@ class Epochs:
         return self._loop.boundary.batch
 
     @property
-    def sample_ids(self) -> list[int]:
-        """The ids of this rank's samples in the batch under way."""
+    def sample_ids(self) -> list[list[int]]:
+        """Of each loader of the pass under way, the ids of this rank's samples in the batch under way."""
         after = not self._loop.is_in_step
-        return [sample for part in self._passes for sample in part.ids(max(0, part.taken - after))]
+        return [part.ids(max(0, part.taken - after)) for part in self._passes]
 
     def epochs(self, total: int) -> Iterator[int]:
         loop = self._loop
@@ -112,6 +113,7 @@ class Epochs:
                 self._tracked.set_small_state(self._tracked_top)
             self._top, self._tracked_top = generator_state(*self._devices), self._tracked.small_state()
             self._bases, self._number = [], 0
+            loop.outside()
             try:
                 yield loop.boundary.epoch
             except GeneratorExit:
@@ -143,6 +145,12 @@ class Epochs:
             raise UsageError("ctx.batches: call it in the body of `for epoch in ctx.epochs(n, model=..., ...)`")
         if not loaders:
             raise UsageError("ctx.batches: give it a DataLoader")
+        for name, value in self._tracked.objects.items():
+            if any(value is loader for loader in loaders):  # its own place, and the pass's, would both be restored
+                hint = f"leave {name}= out of ctx.epochs and ctx.track"
+                if isinstance(value, Loader):
+                    hint = "give it a DataLoader of your own; ctx.loader's is for ctx.steps"
+                raise UsageError(f"ctx.batches keeps the place of its loader, and {name} is tracked too: {hint}")
         return Batches(self, loaders)
 
     def run(self, loaders: Sequence[Any]) -> Iterator[Any]:
@@ -182,6 +190,7 @@ class Epochs:
             yield from self._each(loaders)
         finally:
             self._is_under_way = False
+            self._loop.outside(after_step=True)
 
     def _continued(self, loader: Any, before: Form, now: Form, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return where a pass goes on: after as many samples, where the batch size or the number of ranks is another.
@@ -216,6 +225,8 @@ class Epochs:
         batch = self._next(iterators)
         first_of_pass = True
         while batch is not _END:
+            if first_of_pass:
+                loop.begin_pass()
             if self._is_held and first_of_pass:  # the last batch of the pass before had no boundary yet
                 self._end_step()
             first_of_pass = False

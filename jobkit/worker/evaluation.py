@@ -112,7 +112,7 @@ class Evaluator:
         `to_all`."""
         if not hasattr(dataset, "__len__") or len(dataset) == 0:
             raise UsageError(f"ctx.evaluate: a {type(dataset).__name__} without samples, expected a dataset with some")
-        batches = Batches(dataset, batch_size, self._rank.config.seed or 0, collate_fn)
+        batches = Batches(dataset, batch_size, self._rank.config.random_seed or 0, collate_fn)
         spread, ranks = self._spread, self._spread.ranks
         numbers = [number for number in range(len(batches)) if number not in done]
         total = min(len(dataset), len(numbers) * batch_size)
@@ -145,7 +145,8 @@ class Evaluator:
         # A tracked module that ctx.parallelize did not make may be an average of the weights, with averaged buffers.
         # Stages of a pipeline have buffers of their own.
         alike = spread.data_group if spread.stages is not None else None
-        with independent_forwards([*spread.modules, *self._tracked.shared_modules], alike):
+        modules = [*spread.modules, *self._tracked.shared_modules]
+        with self._loop.evaluation(), independent_forwards(modules, alike):
             if together:  # the other ranks wait in a forward: an error of this one ends the attempt
                 compute()
             else:

@@ -2,7 +2,8 @@
 
     ctx.backward, ctx.log({"train/loss": loss}) --> Health --bad?--> agreement --> NotFinite on the rank that saw it
 
-A tensor on a device is read at the next agreement alone: a look at each step would wait for the device.
+A tensor on a device is read at an agreement, once the device has computed it: a look at each step would wait for the
+device. Only before a save all are waited for.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 
 from jobkit.errors import JobkitError
+
+Samples = Callable[[], list[int]]
 
 
 class NotFinite(JobkitError):
@@ -34,12 +37,14 @@ class Health:
 
     def __init__(self, *, ignores: bool) -> None:
         self._ignores = ignores
-        self._unread: list[tuple[int, torch.Tensor, Callable[[], list[int]]]] = []
+        self._unread: list[tuple[int, torch.Tensor, Samples]] = []
+        self._on_the_way: list[tuple[torch.Tensor, Any, list[tuple[int, Samples]]]] = []
+        """Losses that are copied to the host, and the event after which they are there."""
         self.error: NotFinite | None = None
         """The error to raise, on the rank that saw the loss."""
 
-    def see(self, step: int, loss: Any, samples: Callable[[], list[int]]) -> None:
-        """Look at a loss, or keep it until the next agreement; `samples` gives the ids of its samples."""
+    def see(self, step: int, loss: Any, samples: Samples) -> None:
+        """Look at a loss, or keep it until the device has computed it; `samples` gives the ids of its samples."""
         if self._ignores or self.error is not None:
             return
         if isinstance(loss, torch.Tensor):
@@ -53,13 +58,33 @@ class Health:
         if not math.isfinite(value):
             self.error = NotFinite(step, value, samples())
 
-    def is_bad(self) -> bool:
-        """Return whether a loss since the last call was no finite number. Waits for the device."""
-        unread, self._unread = self._unread, []
-        if unread and self.error is None:
-            values = torch.stack([loss.reshape(()).float() for _, loss, _ in unread]).tolist()
-            for value, (step, _, samples) in zip(values, unread, strict=True):
-                if not math.isfinite(value):
+    def is_bad(self, *, waits: bool = True) -> bool:
+        """Return whether a loss so far was no finite number; without `waits`, of those that are known by now.
+
+        To wait at each agreement would let the device run dry, where each step has one.
+        """
+        self._send_for_values()
+        while self._on_the_way and self.error is None:
+            values, event, losses = self._on_the_way[0]
+            if event is not None and not waits and not event.query():
+                break
+            if event is not None:
+                event.synchronize()
+            del self._on_the_way[0]
+            for value, (step, samples) in zip(values.tolist(), losses, strict=True):
+                if not math.isfinite(value) and self.error is None:
                     self.error = NotFinite(step, value, samples())
-                    break
         return self.error is not None
+
+    def _send_for_values(self) -> None:
+        """Let each device send its losses to the host once it has computed them."""
+        unread, self._unread = self._unread, []
+        for device in dict.fromkeys(loss.device for _, loss, _ in unread):
+            here = [item for item in unread if item[1].device == device]
+            values = torch.stack([loss.reshape(()).float() for _, loss, _ in here])
+            module, event = torch.get_device_module(device), None
+            if hasattr(module, "current_stream"):  # mps has none: there it waits
+                values = values.to("cpu", non_blocking=True)
+                event = module.Event()
+                event.record(module.current_stream(device))
+            self._on_the_way.append((values, event, [(step, samples) for step, _, samples in here]))

@@ -35,17 +35,30 @@ class Joined:
     """All ranks, in a gloo group that the loop alone uses."""
 
 
+OWN_THREADS = torch.get_num_threads()
+"""torch's own number of threads: this module is imported before the user's code is."""
+
+
+def take_threads(cores: int) -> None:
+    """Give torch as many threads as the rank of a `task:` has cores; the rank calls it before it imports the task.
+
+    Not where somebody has set another number: by OMP_NUM_THREADS, or a module of `preload` by torch.set_num_threads.
+    """
+    if os.environ.get("OMP_NUM_THREADS", str(cores)) == str(cores) and torch.get_num_threads() == OWN_THREADS:
+        torch.set_num_threads(cores)
+
+
 def join(rank: Rank, file: Path | None = None) -> Joined:
     """Form the process group of all ranks, where there are several and it does not stand yet. Raises DistributedError.
 
     They meet at MASTER_ADDR, or through `file`, a path that all of them see.
     """
     config = rank.config
+    for name, value in config.deterministic_variables.items():
+        os.environ.setdefault(name, value)
     set_determinism(config.deterministic)
     device = choose_device(config.device, config.resources.devices_per_rank, rank.local_rank)
     check_precision(device, config.precision)
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    torch.set_num_threads(int(threads) if threads.isdigit() else config.resources.cpus_per_task)
     if rank.world_size > 1 and not dist.is_initialized():
         form_group(rank, group_backend(device, config.backend), device if device.index is not None else None, file)
     return Joined(device, RankGroup.of_world())

@@ -25,7 +25,7 @@ from jobkit.log import log
 from jobkit.run import machine, records, secrets, yamlfile
 from jobkit.run.files import user_name, write_atomic
 from jobkit.run.journal import Journal
-from jobkit.run.load import Loaded
+from jobkit.run.load import Loaded, with_kept_seed
 from jobkit.run.locks import Lock
 from jobkit.run.records import End, Submitted, new_token
 from jobkit.run.rundir import RunDir
@@ -111,7 +111,8 @@ def begin(loaded: Loaded, run: RunDir, launch: Launch) -> Launched | None:
         leave()
         return None
     rank.attempt = number
-    _prepare_disks(rank, loaded, joined.ranks, disks)
+    rank.config = dataclasses.replace(config, seed=joined.ranks.broadcast(rank.config.seed))
+    _prepare_disks(rank, dataclasses.replace(loaded, config=rank.config), joined.ranks, disks)
     os.environ.update(JOBKIT_RUN=str(run.path), JOBKIT_ATTEMPT=str(rank.attempt))
     take_stop_signals(page, ctrl_c=True)
     if launched.tenure is not None:
@@ -138,6 +139,8 @@ def _begin(launched: Launched, loaded: Loaded, launch: Launch) -> int | None:
         run.refuse_foreign()
         launched.alive = run.alive_lock().__enter__()
         launched.alive.leave_to_parent()
+        loaded = with_kept_seed(loaded, run.config_file)
+        launched.rank.config = loaded.config
         write_atomic(run.config_file, yamlfile.dump(loaded.written))
         journal = Journal(run)
         if last is None and (line := secrets.warning(loaded.written["params"])):

@@ -15,6 +15,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -165,6 +166,8 @@ class Loop:
         self._pending = None
         if is_last:
             return
+        if decision.stop or decision.disk or decision.memory or due:
+            self.check_health()  # what is saved waits for the losses that the device has not computed yet
         if decision.stop:
             self._stop(None)
         if decision.disk or due:
@@ -190,6 +193,30 @@ class Loop:
         self._reporter.end_step(max(0, boundary.step - 1), compare=False)  # an error leaves the loop so too
         self.end()
 
+    # Outside of steps: a line of the user's takes as long as it takes, and is no step that hangs
+
+    def outside(self, *, after_step: bool = False) -> bool:
+        """Lines of the user's follow, until the next step. Returns False where the rank is in no step."""
+        beat = self._rank.page.read()
+        if beat.phase is not Phase.STEPPING:
+            return False
+        if after_step:
+            self._rank.beat(beat.step)  # the watchdog measures this step too
+        self._rank.beat(beat.step, Phase.OUTSIDE)
+        return True
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Within it, lines of the user's run; the step goes on after it."""
+        was_in_step = self.outside()
+        yield
+        if was_in_step:
+            self._rank.beat(self._rank.page.read().step)
+
+    def begin_pass(self) -> None:
+        """The first batch of a pass is there: a step follows."""
+        self._rank.beat(self.boundary.step)
+
     # Agreement
 
     def _agree(self, *, is_last: bool = False) -> Decision:
@@ -203,7 +230,7 @@ class Loop:
             stop=self._rank.stop_asked or self._drill_stops("stop", "epoch end"),
             disk=self._checkpoints.urgency(step) if disk or disk_now else before_last and self.drill is None,
             memory=memory or memory_now,
-            bad=self._health.is_bad(),
+            bad=self._health.is_bad(waits=False),
             step_seconds=self._timing.measure(step),
             complete=self._checkpoints.checkpointer.snapshots.complete,
             peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -243,7 +270,7 @@ class Loop:
         raise error
 
     def check_health(self) -> None:
-        """Raise NotFinite, on all ranks, for a loss since the last agreement. Before the final checkpoint."""
+        """Raise NotFinite, on all ranks, for any loss so far: before a save."""
         if self._ranks.anywhere(self._health.is_bad()):
             self._fail()
 
@@ -330,7 +357,7 @@ class Loop:
         step = self.boundary.step
         values: dict[str, float] = {}
         for function in due:
-            self._rank.beat(step, Phase.ENDING)  # a function takes as long as it takes: it is no step that hangs
+            self._rank.beat(step, Phase.ENDING if is_last else Phase.OUTSIDE)
             result = function()
             if isinstance(result, dict):
                 numbers = {str(name): _number(value) for name, value in result.items()}

@@ -41,9 +41,10 @@ def import_for_ranks(run: RunDir, config: Config, say: Callable[[str], None] = l
 
     `say` is told before each import that may take long: nobody can tell afterwards if it hangs.
     """
-    # numpy's OpenBLAS starts its threads when it is imported; ranks have as many cores as they were given.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    os.environ.setdefault("OMP_NUM_THREADS", str(config.resources.cpus_per_task))
+    if config.task:
+        # numpy's OpenBLAS starts its threads when it is imported; ranks have as many cores as they were given.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+        os.environ.setdefault("OMP_NUM_THREADS", str(config.resources.cpus_per_task))
     faulthandler.dump_traceback_later(IMPORT_SECONDS, exit=True)
     gc.disable()  # what an import makes stays: to look through it while it grows takes a tenth of the time
     say("it imports jobkit and torch")

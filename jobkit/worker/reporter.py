@@ -25,6 +25,7 @@ from jobkit.log import log
 from jobkit.mirror import Mirror, services
 from jobkit.run import metrics
 from jobkit.run.metrics import EventFile, Position
+from jobkit.run.slots import Phase
 from jobkit.worker.rank import Rank
 from jobkit.worker.repeated_steps import Repeats
 
@@ -54,6 +55,8 @@ class Reporter:
         """The values of the step under way that are numbers already."""
         self._on_device: dict[str, torch.Tensor] = {}
         self._fields: dict[str, Any] = {}
+        self._outside: tuple[int, float] | None = None
+        """While the rank is outside of steps: the steps done, and since when."""
         self._latest: dict[str, float] = {}
         self._warnings: list[str] = []
         self._repeats: Repeats | None = None
@@ -95,6 +98,8 @@ class Reporter:
         numbers, and of tensors of a device copies."""
         now: dict[str, Any] = {}
         for tag, value in values.items():
+            if value is None:
+                continue
             if isinstance(value, torch.Tensor) and value.numel() == 1:
                 value = value.detach()
                 if value.device.type != "cpu":
@@ -209,10 +214,19 @@ class Reporter:
             self._report()  # their warnings
         self._mirrors = []
 
+    def _outside_since(self) -> float | None:
+        beat = self.rank.page.read()
+        if beat.phase not in (Phase.OUTSIDE, Phase.ENDING):
+            self._outside = None
+        elif self._outside is None or self._outside[0] != beat.step:  # steps may be quicker than these reports
+            self._outside = beat.step, time.time()
+        return None if self._outside is None else self._outside[1]
+
     def _report(self) -> None:
         values = dict(list(self._latest.items())[-VALUES_SHOWN:])
         repeats = self._repeats.as_dict() if self._repeats is not None else None
-        self.rank.report(values=values, repeats=repeats, warnings=list(self._warnings), **self._fields)
+        views = {"values": values, "repeats": repeats, "outside_since": self._outside_since()}
+        self.rank.report(warnings=list(self._warnings), **views, **self._fields)
 
     def _work(self) -> None:
         try:

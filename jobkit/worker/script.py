@@ -42,7 +42,7 @@ from jobkit.run.yamlfile import Places
 from jobkit.worker import launched
 from jobkit.worker.calls import fitting
 from jobkit.worker.context import Context
-from jobkit.worker.ending import end_of, record
+from jobkit.worker.ending import end_of, explained, record
 from jobkit.worker.join import join, leave
 from jobkit.worker.launched import Launched
 from jobkit.worker.launcher import Topology, find_launch
@@ -69,7 +69,7 @@ def init(
     *,
     name: str | None = None,
     params: Mapping[str, Any] | None = None,
-    seed: int | None = 0,
+    seed: int | str | None = AUTO,
     runs_dir: Path | str | None = None,
 ) -> Context:
     """Return the context of this rank, in a script under python, torchrun, mpirun or srun. All ranks call it.
@@ -79,11 +79,12 @@ def init(
         for x, y in ctx.batches(loader): ...
     ctx.finish({"loss": loss.item()})
 
-    `config` is a YAML as the submission takes it, and needs no `task:`. `params`, as vars(args), `name` and another
-    `seed` than 0 win over it; without a YAML `name` (the script's by default) and `params` name the run. The same call
-    continues the same run. With `seed=None` the script's own random numbers are left alone. In the `command:` of a YAML
-    it is that run, and the other arguments do not count. Where the run has finished already, the script ends with 0;
-    for wrong input, and where the ranks do not form one world, with 2 or 1, and a line.
+    `config` is a YAML as the submission takes it, and needs no `task:`. `params`, as vars(args), `name` and `seed` win
+    over it; without a YAML `name` (the script's by default) and `params` name the run. The same call continues the same
+    run. Without `seed` it is `params["seed"]`, where that is a whole number, else 0. A script that then seeds itself,
+    as by torch.manual_seed, has other random numbers for each seed; `seed=None` leaves them to it alone. In the
+    `command:` of a YAML it is that run, and the other arguments do not count. Where the run has finished already, the
+    script ends with 0; for wrong input, and where the ranks do not form one world, with 2 or 1, and a line.
     """
     configure("stdout")
     if os.environ.get("JOBKIT_RUN") and os.environ.get("JOBKIT_ATTEMPT"):
@@ -129,14 +130,14 @@ def _values(params: Mapping[str, Any] | None, topology: Topology) -> dict[str, A
     }
 
 
-def _words(name: str | None, values: Mapping[str, Any], seed: int | None) -> list[str]:
+def _words(name: str | None, values: Mapping[str, Any], seed: int | str | None) -> list[str]:
     """Return the arguments of `init` as words of a command line, which win over the YAML."""
     words = [f"+params.{key}={json.dumps(value)}" for key, value in values.items()]
     words += [] if name is None else [f"name={name}"]
-    return words if seed == 0 else [*words, f"seed={json.dumps(seed)}"]
+    return words if seed == AUTO else [*words, f"seed={json.dumps(seed)}"]
 
 
-def _loaded(name: str | None, values: dict[str, Any], seed: int | None) -> Loaded:
+def _loaded(name: str | None, values: dict[str, Any], seed: int | str | None) -> Loaded:
     script = re.sub(r"[^\w.-]+", "-", Path(sys.argv[0]).stem, flags=re.ASCII).strip("-._")
     is_file = Path(sys.argv[0]).is_file()  # else it is `-c`, `-` or nothing
     values = {
@@ -167,6 +168,8 @@ def _plain(key: str, value: Any) -> Any:
 def _opened(rank: Rank, joined: Any, begun: Launched | None) -> Context:
     end = _ScriptEnd(rank, begun)
     end.register()  # first: a checkpoint that cannot be read is an end as well
+    if rank.rank == 0:
+        _name_seeds_before(rank.config.random_seed)
     context = end.context = Context(rank, joined, os.environ)
     if context.is_done:
         context.finish_again()
@@ -175,6 +178,16 @@ def _opened(rank: Rank, joined: Any, begun: Launched | None) -> Context:
         where = f"goes on from step {context.step}" if context.step else "begins"
         log.info("%s %s; run directory: %s", rank.run.name, where, rank.run.path)
     return context
+
+
+def _name_seeds_before(seed: int | None) -> None:
+    """Warn of a seed that the script has set, and that jobkit's own replaces."""
+    import torch
+
+    before = torch.initial_seed()  # a random number of 64 bits where nobody has seeded
+    if seed not in (None, before) and before < 1 << 32:
+        words = "torch.manual_seed(%d) came before jobkit.init, which seeds again, with %d: put it after jobkit.init"
+        log.warning(words, before, seed)
 
 
 class _ScriptEnd:
@@ -190,6 +203,7 @@ class _ScriptEnd:
         shown = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            error = explained(self._rank, error)
             if isinstance(error, LostLease):
                 log.warning("%s", error)
                 os._exit(EXIT_RESUMABLE)

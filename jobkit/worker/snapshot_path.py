@@ -1,7 +1,7 @@
 """The code snapshot on the import path: a run imports the code that was submitted, not what the folder holds today.
 
 snapshot runs/<run>/code --first on sys.path--> this rank
-                         --PYTHONPATH--> the Pythons that it starts, and the program of a `command:`
+                         --PYTHONPATH--> the Pythons that it starts, and those of a `command:` (startup/)
 """
 
 from __future__ import annotations
@@ -22,6 +22,14 @@ def environment(code: Path, source: Path, environ: Mapping[str, str]) -> dict[st
     """The variables with which another Python imports from the snapshot."""
     before = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     return {"PYTHONPATH": os.pathsep.join(_paths(code, source, before))}
+
+
+def for_programs(code: Path, source: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a `command:`: a Python, also one that a shell script starts, runs the copy of its program."""
+    variables = environment(code, source, environ)
+    startup = Path(__file__).with_name("startup")
+    variables["PYTHONPATH"] = os.pathsep.join([str(startup), variables["PYTHONPATH"]])
+    return {**variables, "JOBKIT_CODE": str(code), "JOBKIT_SOURCE": str(source)}
 
 
 def _paths(code: Path, source: Path, before: list[str]) -> list[str]:

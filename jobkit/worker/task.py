@@ -45,15 +45,19 @@ def _run_program(rank: Rank) -> Any:
         raise Stopped
     if rank.config.command:
         become_command(rank)
+    # Here: a `command:` needs no torch, and the agent has imported it for the ranks of a task.
+    is_plain = bool(os.environ.get(PLAIN_RANKS))
+    if not is_plain:
+        from jobkit.worker.join import join, leave, take_threads
+
+        take_threads(rank.config.resources.cpus_per_task)
     snapshot_path.use(rank.run.code.resolve(), Path.cwd())
     for name in rank.config.preload:  # in the agent already, unless the import failed there: this is where it is told
         _import(name)
     function = load_task(rank.config.task)
-    if os.environ.get(PLAIN_RANKS):
+    if is_plain:
         return function(rank)
-    # Here: a `command:` needs no torch, and the agent has imported it for the ranks of a task.
     from jobkit.worker.context import Context
-    from jobkit.worker.join import join, leave
 
     context = Context(rank, join(rank), os.environ)
     context.trace_locals_of(function)

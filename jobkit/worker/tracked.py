@@ -10,7 +10,7 @@ parameters must be tracked, and what is called replicated is equal on all ranks 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -25,10 +25,14 @@ from jobkit.checkpoint.checkpointer import Checkpointer
 from jobkit.checkpoint.live import Entry, plain_module
 from jobkit.checkpoint.replicas import check_replicas
 from jobkit.errors import CheckpointError, UsageError
+from jobkit.group import RankGroup
 from jobkit.log import log
+from jobkit.run import records
+from jobkit.run.records import Seeds
 from jobkit.train.loader import Loader
-from jobkit.train.seeds import derive_seed, generator_state, load_generator_state, seed_generators
+from jobkit.train.seeds import derive_seed, generator_state, load_generator_state, seed_generators, seeds_since
 from jobkit.worker.given import Given
+from jobkit.worker.rank import Rank
 from jobkit.worker.values import Values
 
 OWN = "jobkit."
@@ -52,7 +56,7 @@ class Tracked:
         self.stepped: dict[int, torch.optim.Optimizer] = {}
         """Optimizers that stepped in the step under way."""
         self.before_look: Callable[[], None] = lambda: None
-        """Puts the state where it is saved from."""
+        """Puts the state where it is saved from, and restored to."""
         self.before_save: Callable[[], None] = lambda: None
         """Raises UsageError for a state that no longer fits together."""
         self.on_step: Callable[[torch.optim.Optimizer], None] | None = None
@@ -64,6 +68,10 @@ class Tracked:
         """True where a framework writes its own files into checkpoints."""
         self.given = Given()
         self._is_checked = False
+        self.is_weighted = False
+        """True if ctx.backward has weighted the parts of a global batch in the step under way."""
+        self._uneven: dict[Loader, int] = {}
+        """Tracked loaders with uneven parts, and the samples that they had handed out when the step began."""
         self._hook = register_optimizer_step_post_hook(self._note_step)
 
     def _note_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -97,6 +105,7 @@ class Tracked:
 
     def restore_again(self) -> None:
         """Read everything once more: lines that ran since may have changed it."""
+        self.before_look()
         self.checkpointer.restore_again()
         if self.given.is_start:
             self.given.apply(self.objects)
@@ -122,6 +131,7 @@ class Tracked:
 
     def _restore(self, entries: list[Entry]) -> None:
         self.entries += entries
+        self.before_look()
         self.checkpointer.restore(entries)
 
     def _entry(self, name: str, value: Any, *, per_rank: bool) -> Entry:
@@ -178,8 +188,12 @@ class Tracked:
             )
 
     @property
+    def named_modules(self) -> dict[str, nn.Module]:
+        return {name: value for name, value in self.objects.items() if isinstance(value, nn.Module)}
+
+    @property
     def modules(self) -> list[nn.Module]:
-        return [value for value in self.objects.values() if isinstance(value, nn.Module)]
+        return list(self.named_modules.values())
 
     @property
     def shared_modules(self) -> list[nn.Module]:
@@ -213,15 +227,20 @@ class Tracked:
     def check_optimizers(self) -> None:
         """Raise UsageError for an optimizer that stepped and is not tracked, although what it changes is; or where
         nothing is tracked at all."""
+        if self.stepped and not self.is_weighted:
+            self._check_parts()
         unknown = [optimizer for optimizer in self.stepped.values() if optimizer not in self._accepted]
         if not unknown:
             return
-        tracked = {id(value) for value in self.objects.values()}
+        # A wrapper, as accelerate's, has the groups or the state of the optimizer within it.
+        own = (getattr(value, name, None) for value in self.objects.values() for name in ("param_groups", "state"))
+        tracked = {id(value) for value in (*self.objects.values(), *own) if value is not None}
         parameters = {id(item) for module in self.modules for item in module.parameters()}
         for optimizer in unknown:
             name = type(optimizer).__name__
             steps_ours = any(id(item) in parameters for group in optimizer.param_groups for item in group["params"])
-            if id(optimizer) not in tracked and steps_ours:
+            parts = (optimizer, optimizer.param_groups, optimizer.state)
+            if steps_ours and not any(id(part) in tracked for part in parts):
                 raise UsageError(
                     f"an optimizer ({name}) changes a tracked model and is not tracked: its state would be lost; call "
                     "ctx.track(optimizer=...) before the loop"
@@ -233,6 +252,25 @@ class Tracked:
                     "needs the one before"
                 )
             self._accepted.add(optimizer)
+
+    def check_plain_state(self) -> None:
+        """Before the first step: raise UsageError for a value that no checkpoint can hold."""
+        try:
+            self.before_look()
+            for _, walker in self.checkpointer.stager.walkers(self.entries):
+                walker.look()
+        except CheckpointError as error:
+            raise UsageError(f"{error}: no checkpoint could hold it") from error
+
+    def _check_parts(self) -> None:
+        """Raise UsageError for a step whose loader handed out uneven parts, and whose gradients nobody weighted."""
+        for loader, done in self._uneven.items():
+            if loader.done > done:
+                raise UsageError(
+                    f"ctx.loader: the ranks have uneven parts of a global batch of {loader.global_batch_size}, and "
+                    "loss.backward() counts the mean of each alike: use ctx.backward, which weights them, or a "
+                    "global_batch_size that the number of ranks divides"
+                )
 
     def check_state(self) -> None:
         """Before a save: the optimizers; at the first save after a step, that replicas are equal on all ranks."""
@@ -247,10 +285,14 @@ class Tracked:
 
     def begin_step(self) -> None:
         """A step begins: note which optimizers step in it. Raises UsageError as check_optimizers."""
-        self.has_begun = True
         if self.stepped:
             self.check_optimizers()
             self.stepped.clear()
+        if not self.has_begun and not self._drifts:
+            self._uneven = {item: 0 for item in self.objects.values() if isinstance(item, Loader) and item.is_uneven}
+        for loader in self._uneven:
+            self._uneven[loader] = loader.done
+        self.has_begun, self.is_weighted = True, False
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -362,13 +404,18 @@ class Generators:
     data: ranks that compute one share together draw alike.
     """
 
-    def __init__(self, seed: int | None, rank: int, world_size: int, devices: tuple[torch.device, ...]) -> None:
+    def __init__(self, seed: int | None, rank: int, world_size: int, devices: Sequence[torch.device]) -> None:
         self._seed, self._rank, self._world_size, self._devices = seed, rank, world_size, devices
 
-    def begin(self) -> None:
-        """Seed the generators for the loop of a new run: from here on the ranks draw different numbers."""
-        if self._seed is not None:
-            seed_generators(derive_seed(self._seed, "rank", self._rank), *self._devices)
+    def begin(self, ranks: RankGroup, rank: Rank) -> None:
+        """Seed the generators for the loop of a new run: from here on the ranks draw different numbers.
+
+        They follow from what the program has seeded itself as well, on rank 0, in the run's first attempt.
+        """
+        if self._seed is None:
+            return
+        own = ranks.on_main(lambda: _own_seeds(rank, derive_seed(self._seed, "init")))
+        seed_generators(derive_seed(self._seed, "rank", self._rank, *own.items()), *self._devices)
 
     def state_dict(self) -> dict[str, Any]:
         return {"world_size": self._world_size, "states": generator_state(*self._devices)}
@@ -379,6 +426,20 @@ class Generators:
         else:
             seed = derive_seed(self._seed, "continued", state["states"]["torch"], self._rank)
             seed_generators(seed, *self._devices)
+
+
+def _own_seeds(rank: Rank, seed: int) -> dict[str, int]:
+    """Return what the program has seeded since jobkit did, with `seed`; of an attempt that got no further, what that
+    one had."""
+    kept = records.read(Seeds, rank.run.seeds_file)
+    own = seeds_since(seed) if kept is None else kept.seeds
+    if own and kept is None:
+        rank.check_lease()
+        records.write(rank.run.seeds_file, Seeds(seeds=own))
+    if own:
+        words = ", ".join(f"torch ({number})" if name == "torch" else name for name, number in own.items())
+        log.info("the program seeds %s itself: the random numbers of the loop follow from that", words)
+    return own
 
 
 class _TorchGenerator:

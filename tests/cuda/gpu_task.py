@@ -50,3 +50,32 @@ def train(ctx: jobkit.Context) -> dict[str, Any]:
         pause(ctx)
     averages = [state["ema"] for state in optimizer.state.values()]
     return {"digest": digest(model.state_dict(), averages), "loss": loss.item(), "sum": state.sums["loss"].item()}
+
+
+def train_on_two(ctx: jobkit.Context) -> dict[str, Any]:
+    """Train a model whose second half, with its dropout, is on this rank's second device."""
+    mark(ctx)
+    first, second = ctx.device, torch.device("cuda", (ctx.device.index or 0) + 1)
+    front = nn.Linear(32, 64).to(first)
+    back = nn.Sequential(nn.Dropout(0.3), nn.Linear(64, 4)).to(second)
+    optimizer = torch.optim.AdamW([*front.parameters(), *back.parameters()], lr=1e-2)
+    ctx.track(front=front, back=back, optimizer=optimizer)
+    for step in ctx.steps(ctx.params.steps):
+        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(step)).to(first)
+        loss = back(front(x).to(second)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ctx.log({"train/loss": loss})
+        pause(ctx)
+    return {"digest": digest(front.state_dict(), back.state_dict()), "loss": loss.item()}
+
+
+def train_and_look(ctx: jobkit.Context) -> dict[str, Any]:
+    """Return, of each rank, the devices on which it has no CUDA context."""
+    result = train(ctx)
+    assert result["digest"]
+    without = [number for number in range(ctx.world_size) if not torch._C._cuda_hasPrimaryContext(number)]
+    every: list[Any] = [None] * ctx.world_size
+    torch.distributed.all_gather_object(every, without)
+    return {"others": every}

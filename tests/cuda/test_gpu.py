@@ -123,10 +123,10 @@ def test_copies_are_those_of_the_moment_whatever_the_device_computes(tmp_path: P
             product = product @ matrix + number
         state.product.copy_(product)
         staged = stager.stage(entries) if number % 2 else stager.stage_into(entries, memory)
-        assert staged is not None and staged.ready is not None
+        assert staged is not None and len(staged.ready) == 1
         assert staged.data.is_pinned()
         state.product.zero_()
-        staged.ready.synchronize()
+        staged.wait()
         expected = {name: value.cpu() for name, value in state.named_buffers()} | {"product": product.cpu()}
         pieces, _ = parse_header(staged.header)
         for item in pieces:
@@ -135,6 +135,52 @@ def test_copies_are_those_of_the_moment_whatever_the_device_computes(tmp_path: P
                 copy = staged.data[item.begin : item.end].view(item.piece.dtype).view(item.piece.shape)
                 assert torch.equal(copy, expected.pop(name)), (number, name)
         assert not expected
+
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no second NVIDIA GPU")
+"""These were written without such a machine: what they show is by reasoning until they have run."""
+
+
+@two_gpus
+def test_a_copy_waits_for_the_kernels_of_a_second_device() -> None:
+    """The first device has nothing to do, so its event comes long before the second one's copies."""
+    matrix = torch.rand(2048, 2048, device="cuda:1") / 2048
+    state = torch.nn.Module()
+    state.register_buffer("first", torch.ones(4, device="cuda:0"))
+    state.register_buffer("product", torch.zeros_like(matrix))
+    entries, stager = [Entry(name="state", live=state)], Stager(Place(), RankGroup.alone())
+    for number in range(3):
+        product = matrix
+        for _ in range(200):
+            product = product @ matrix + number
+        state.product.copy_(product)
+        staged = stager.stage(entries)
+        assert len(staged.ready) == 2 and staged.data.is_pinned()
+        state.product.zero_()
+        staged.wait()
+        expected = product.cpu()
+        (item,) = [item for item in parse_header(staged.header)[0] if item.piece.name == "state/product"]
+        copy = staged.data[item.begin : item.end].view(item.piece.dtype).view(item.piece.shape)
+        assert torch.equal(copy, expected), number
+
+
+@two_gpus
+def test_a_model_over_two_devices_of_a_rank_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    def submit(folder: str, **params: Any) -> Launch:
+        changes = ["task=gpu_task:train_on_two", "resources.gpus_per_task=2", "checkpoint.every=5"]
+        return gpu_project(tmp_path / folder).submit("--local", "--detach", *changes, **params)
+
+    expected = result(submit("straight", steps=60))
+    launch = submit("killed", steps=60, step_seconds=0.3, last_attempt=2)
+    launch.wait_for_step(12).kill_rank(0)
+    assert result(launch) == expected
+    assert launch.ends[1].first_step >= 5
+
+
+@two_gpus
+def test_no_rank_takes_memory_on_the_device_of_another(tmp_path: Path) -> None:
+    changes = ["task=gpu_task:train_and_look", "resources.tasks_per_node=2", "checkpoint.every=5"]
+    assert result(gpu_project(tmp_path).submit("--local", "--detach", *changes, steps=30)) == {"others": [[1], [0]]}
 
 
 def test_a_checkpoint_is_read_into_tensors_of_the_device(tmp_path: Path) -> None:

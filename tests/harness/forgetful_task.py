@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from training_task import Points
 
@@ -193,6 +195,25 @@ def train_stream(ctx: jobkit.Context) -> dict[str, Any]:
         loss = ctx.backward(model, (x + 0.01 * noise, y), nn.functional.mse_loss, global_batch_size=8)
         ctx.update(optimizer)
         ctx.log({"train/loss": loss})
+    return {"loss": loss.item()}
+
+
+def train_own_ddp(ctx: jobkit.Context) -> dict[str, Any]:
+    """Nothing is forgotten: DDP of the function's own, of which it tracks the model within; two batches an update."""
+    model = nn.Sequential(nn.Linear(2, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    loader = DataLoader(Points(), batch_size=8, shuffle=True)  # each rank draws an order of its own
+    for _ in ctx.epochs(100, model=model, optimizer=optimizer):
+        for x, y in ctx.batches(loader):
+            is_update = ctx.step % 2 == 1
+            with nullcontext() if is_update else ddp.no_sync():
+                loss = nn.functional.mse_loss(ddp(x), y)
+                loss.backward()
+            if is_update:
+                optimizer.step()
+                optimizer.zero_grad()
+            ctx.log({"train/loss": loss})
     return {"loss": loss.item()}
 
 

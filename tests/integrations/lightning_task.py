@@ -9,6 +9,7 @@ import lightning as L
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from training_task import digest
@@ -110,7 +111,8 @@ def automatic(ctx: jobkit.Context) -> dict[str, Any]:
     loader = DataLoader(Points(96), 8, shuffle=True, num_workers=1)
     stops = EarlyStopping("val_loss", patience=9)
     held_out = DataLoader(Points(32), 8)
-    options = {"max_epochs": 9, "val_check_interval": 3, "callbacks": [stops], "strategy": "ddp"}
+    strategy = DDPStrategy(gradient_as_bucket_view=True)
+    options = {"max_epochs": 9, "val_check_interval": 3, "callbacks": [stops], "strategy": strategy}
     return fit(ctx, Net(), loader, held_out, **options)
 
 

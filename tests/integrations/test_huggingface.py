@@ -106,6 +106,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "workers": (1, {"num_train_epochs": 2, "dataloader_num_workers": 1, "dataloader_persistent_workers": True}),
     "fractions": (1, {"max_steps": 40, "eval_steps": 0.1, "logging_steps": 0.05, "eval_on_start": True}),
     "epochs": (2, {"num_train_epochs": 3, "lr_scheduler_type": "cosine", **BY_EPOCH, **BEST}),
+    "three ranks": (3, {"max_steps": 40, "gradient_accumulation_steps": 2, "ddp_find_unused_parameters": False}),
 }
 
 

@@ -25,7 +25,7 @@ def project(folder: Path, yaml: str = "") -> Project:
 
 @pytest.mark.parametrize(
     ("task", "ranks", "unseen"),
-    [("automatic", 2, []), ("accumulated", 1, []), ("gan", 1, []), ("stream", 1, ["samples"])],
+    [("automatic", 3, []), ("accumulated", 1, []), ("gan", 1, []), ("stream", 1, ["samples"])],
 )
 def test_a_trainer_is_exact_in_the_middle_of_an_epoch(tmp_path: Path, task: str, ranks: int, unseen: list[str]) -> None:
     yaml = f"name: {task}\ntask: lightning_task:{task}\npreload: [lightning]\nresources: {{tasks_per_node: {ranks}}}\n"

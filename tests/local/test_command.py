@@ -150,3 +150,36 @@ def test_a_program_that_always_fails_ends_its_run_with_1_after_its_budget(progra
     assert (done.returncode, launch.status.state) == (1, "failed")
     assert set(launch.causes) == {"crashed"}
     assert launch.ends[-1].next == "fail"
+
+
+QUEUED = """\
+name: queued
+command: [bash, run.sh, --config, conf.yaml]
+deterministic: true
+"""
+
+SETTINGS = """\
+import json, os, sys
+from pathlib import Path
+
+names = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_NVLS_ENABLE")
+seen = {"config": Path(sys.argv[2]).read_text(), "script": 1, **{name: os.environ[name] for name in names}}
+Path(os.environ["JOBKIT_RUN"], "outputs", "seen.json").write_text(json.dumps(seen))
+"""
+
+
+def test_a_queued_command_has_the_submitted_files_and_what_is_deterministic(tmp_path: Path) -> None:
+    """The shell script waits until they are edited, as a job in the queue would, and starts a Python of its own."""
+    project = Project(tmp_path / "project", yaml=QUEUED)
+    waits = "while [ ! -e edited ]; do sleep 0.1; done\nmkdir -p $JOBKIT_RUN/outputs\n"
+    project.write("run.sh", waits + "python save.py $@\n")
+    project.write("save.py", SETTINGS)
+    project.write("conf.yaml", "lr: 1\n")
+    project.environment["NCCL_NVLS_ENABLE"] = "2"
+    launch = project.submit("--local", "--detach").wait_until(lambda me: me.status.attempts, "the attempt")
+    for name, text in {"conf.yaml": "lr: 2\n", "save.py": "raise SystemExit('the working copy')\n"}.items():
+        project.write(name, text)
+    project.write("edited", "")
+    launch.wait_until_over()
+    seen = json.loads((launch.run.outputs / "seen.json").read_text())
+    assert seen == {"config": "lr: 1\n", "script": 1, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "2"}

@@ -116,6 +116,16 @@ def zipped(ctx):
             break
         for batches in zip(ctx.batches(loader), ctx.batches(loader)): pass
 
+def cycle(ctx):
+    model = ctx.parallelize(nn.Linear(1, 1))
+    loader = torch.utils.data.DataLoader(X, batch_size=8)
+    def batches():
+        for epoch in ctx.epochs(2, model=model):
+            yield from ctx.batches(loader)
+    endless = batches()
+    for step in range(100):
+        next(endless)
+
 def two_loops(ctx):
     model, optimizer, loader = parts(ctx)
     ctx.track(model=model, optimizer=optimizer, loader=loader)
@@ -223,6 +233,7 @@ MISTAKES = {
     "zipped": "ctx.batches(a, b)",
     "second_edition": "ctx.backward(model, (x, y), loss)",
     "no_loss": "a float as loss",
+    "cycle": "next() asked for another batch",
     "unknown_option": "it is ctx.steps(total, every=None)",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import shutil
@@ -10,8 +11,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-from harness.runs import PATIENCE, Project
+from harness.runs import PATIENCE, Project, wait_until
 
 # It has more steps than a test takes to interrupt it: those that nobody slows down take no time.
 SCRIPT = """\
@@ -63,6 +65,7 @@ ctx.finish({"updates": updates})
 LAUNCHERS = {
     "python": [sys.executable],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"],
+    "torchrun of three": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3"],
     "mpirun": ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable],
 }
 
@@ -106,6 +109,94 @@ def test_a_script_is_stopped_and_killed_and_goes_on_exactly(tmp_path: Path) -> N
     assert launch.status.result == expected
     assert launch.status.state == "finished"
     assert "already finished" in finish(start(made, "python"))
+
+
+def test_a_script_that_seeds_itself_computes_something_else_for_each_seed(tmp_path: Path) -> None:
+    seeded = "seed = int(sys.argv[2])\n" + SCRIPT.replace('"epochs": 4})', '"epochs": 4, "seed": seed})')
+    seeded = seeded.replace("mark(ctx)", "torch.manual_seed(seed)\nmark(ctx)")
+    seeded = seeded.replace("import sys, time", "").replace("seed =", "import sys, time\nseed =", 1)
+    results = []
+    for folder, seed in (("first", "1"), ("second", "2"), ("killed", "1")):
+        made = project(tmp_path / folder)
+        made.write("script.py", seeded)
+        if folder == "killed":
+            process = start(made, "python", "script.py", "0.3", seed)
+            made.only_run().wait_for_step(3).kill_rank(0)
+            process.communicate(timeout=PATIENCE)
+        output = finish(start(made, "python", "script.py", "0", seed))
+        assert f"torch ({seed})" in output and "came before" not in output
+        results.append(made.only_run().status.result)
+    assert results[0] != results[1] and results[0] == results[2]
+
+
+def test_a_script_keeps_the_seed_that_its_run_began_with(tmp_path: Path) -> None:
+    """Runs from before `params.seed` counted have 0 in their config.yaml."""
+    made = project(tmp_path)
+    init = 'import jobkit, sys\nctx = jobkit.init(name="script", params={"seed": 3})\nprint(f"it is {ctx.seed}")\n'
+    made.write("script.py", init + "if len(sys.argv) == 1: sys.exit(3)\nctx.finish({})\n")
+    assert "it is 3" in finish(start(made, "python", "script.py"), 3)
+    file = made.only_run().run.config_file
+    file.write_text(file.read_text().replace("\nseed: 3\n", "\nseed: 0\n"))
+    assert finish(start(made, "torchrun", "script.py", "again")).count("it is 0") == 2
+
+
+def test_seeds_before_jobkit_init_are_named(tmp_path: Path) -> None:
+    made = project(tmp_path)
+    made.write("script.py", "import torch\ntorch.manual_seed(3)\n" + WHILE_TRUE)
+    assert "torch.manual_seed(3) came before jobkit.init" in finish(start(made, "python"))
+
+
+SHOWS_THREADS = """\
+import json, os, sys
+import torch
+if "sets" in sys.argv: torch.set_num_threads(3)
+import jobkit
+ctx = jobkit.init(name="script") if "plain" not in sys.argv else None
+found = {"threads": torch.get_num_threads(), "omp": os.environ.get("OMP_NUM_THREADS")}
+print(json.dumps(found)) if ctx is None else ctx.finish(found)
+"""
+
+TASKS_OF_THREADS = """\
+import torch
+def train(ctx):
+    return {"threads": torch.get_num_threads()}
+"""
+
+
+def test_a_script_has_torch_s_own_threads_or_those_it_sets(tmp_path: Path) -> None:
+    def threads(word: str, *, is_command: bool = False) -> Any:
+        made = project(tmp_path / word)
+        del made.environment["OMP_NUM_THREADS"]
+        made.write("script.py", SHOWS_THREADS)
+        made.yaml.write_text(f"name: command\ncommand: [{sys.executable}, script.py, {word}]\n")
+        if is_command:
+            return made.submit("--local", "--detach").wait_until_over().status.result
+        output = finish(start(made, "python", "script.py", word))
+        return json.loads(output) if word == "plain" else made.only_run().status.result
+
+    assert threads("as_it_is", is_command=True) == threads("plain")
+    assert threads("sets") == {"threads": 3, "omp": None}
+
+
+def test_a_task_has_as_many_threads_as_cores_unless_somebody_sets_others(tmp_path: Path) -> None:
+    made = project(tmp_path)
+    del made.environment["OMP_NUM_THREADS"]
+    made.write("plainly.py", TASKS_OF_THREADS)
+    made.write("sets.py", "import torch\ntorch.set_num_threads(1)\n" + TASKS_OF_THREADS)
+
+    cores = (os.cpu_count() or 1) + 1  # a number that no library takes by itself
+
+    def threads(task: str, *words: str) -> Any:
+        made.yaml.write_text(f"name: threads\ntask: {task}:train\nresources: {{cpus_per_task: {cores}}}\n")
+        return made.submit("--local", "--detach", "--fresh", *words).wait_until_over().status.result
+
+    assert threads("sets") == threads("sets", "preload=[sets]") == {"threads": 1}
+    assert threads("plainly") == {"threads": cores}
+    finish(start(made, "python", "-m", "jobkit.worker", "exp.yaml", "--runs-dir", "elsewhere"))
+    (folder,) = (made.folder / "elsewhere").glob("threads-*")
+    assert made.launch(folder).status.result == {"threads": cores}
+    made.environment["OMP_NUM_THREADS"] = "1"
+    assert threads("plainly") == {"threads": 1}
 
 
 def test_ctrl_c_saves_a_script_and_ends_it_with_75(tmp_path: Path) -> None:
@@ -257,6 +348,25 @@ def test_a_yaml_without_a_task_is_for_jobkit_init_and_mpirun_continues_what_torc
     assert results[0] == results[1]
 
 
+def test_ddp_of_a_script_itself_is_exact_on_three_ranks(tmp_path: Path) -> None:
+    results = []
+    for name in ("straight", "killed"):
+        made = project(tmp_path / name)
+        made.yaml.write_text("name: script\nparams: {epochs: 12}\ncheckpoint: {every: 4}\n")
+        script = SCRIPT.replace('name="script", params={"epochs": 12}', '"exp.yaml"')
+        made.write("script.py", script.replace("ctx.parallelize(", "nn.parallel.DistributedDataParallel("))
+        if name == "killed":
+            process = start(made, "torchrun of three", "script.py", "0.2")
+            launch = made.only_run().wait_for_step(10)
+            launch.wait_until(lambda me: me.run.durable_step(), "a checkpoint").kill_rank(1)
+            process.communicate(timeout=PATIENCE)
+            saved = launch.run.durable_step()
+        finish(start(made, "torchrun of three"))
+        results.append(made.only_run().status.result)
+        assert name == "straight" or made.only_run().ends[-1].first_step == saved
+    assert results[0] == results[1]
+
+
 def test_a_rank_that_is_told_no_address_ends_with_a_line(tmp_path: Path) -> None:
     made = project(tmp_path)
     made.environment |= {"RANK": "0", "WORLD_SIZE": "2"}
@@ -286,3 +396,38 @@ def test_sigterm_to_the_whole_group_saves_a_script_whose_loader_has_workers(tmp_
     killed.kill()
     killed.communicate()
     finish(start(made, "python"))  # at once: the workers of the killed rank hold no lock of the run
+
+
+VALIDATES = """\
+import time
+import torch
+import jobkit
+from torch.utils.data import DataLoader
+
+ctx = jobkit.init()
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+state = ctx.values(validated=0)
+for epoch in ctx.epochs(3, model=model, optimizer=optimizer):
+    for x in ctx.batches(DataLoader(torch.ones(8, 1))):
+        model(x).sum().backward()
+        optimizer.step()
+        if ctx.attempt == 1 and ctx.step == 12:
+            time.sleep(3600)
+    time.sleep(12 if epoch == 0 else 0)
+    state.validated += 1
+ctx.finish({"validated": state.validated})
+"""
+
+
+def test_a_validation_longer_than_the_watchdog_is_no_hang_and_a_step_is(tmp_path: Path) -> None:
+    made = project(tmp_path)
+    made.write("validates.py", VALIDATES)
+    made.write("v.yaml", "name: v\ncommand: [python, validates.py]\nwatchdog: 4s\ncheckpoint: {every: 2}\n")
+    process = made.start("submit", "v.yaml", "--local")
+    launch = made.only_run()
+    since = wait_until(lambda: getattr(launch.run.progress(), "outside_since", None), "the validation is shown")
+    assert since <= time.time()
+    finish(process)
+    assert (launch.causes, launch.ends[0].step) == (["hang", "finished"], 12)
+    assert launch.status.result == {"validated": 3}

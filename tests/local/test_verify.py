@@ -62,6 +62,11 @@ def test_a_program_that_is_spread_is_exact(tmp_path: Path, way: str) -> None:
     assert (code, report["equal"]) == (0, True), report
 
 
+def test_ddp_of_the_program_itself_is_exact_on_three_ranks(tmp_path: Path) -> None:
+    code, report = verify(tmp_path, task="train_own_ddp", ranks=3)
+    assert (code, report["equal"], report["missing"]) == (0, True, ["evaluation"]), report
+
+
 def test_objects_may_be_tracked_in_turn(tmp_path: Path) -> None:
     code, report = verify(tmp_path, "params.steps=12", task="track_in_turn")
     assert (code, report["equal"]) == (0, True), report

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -267,20 +267,119 @@ def points(size: int) -> TensorDataset:
     return TensorDataset(x, x.sum(1, keepdim=True).sin())
 
 
+def batch_of_points(step: int, size: int) -> Batch:
+    x, y = points(96).tensors
+    ids = torch.arange(step * size, (step + 1) * size) % 96
+    return x[ids], y[ids]
+
+
 def train_uninterrupted(place: Any, steps: int, size: int) -> Arrays:
     """Return the weights after some steps over `points`, in their order, with DDP, momentum and a schedule."""
     model = DistributedDataParallel(crossed(), bucket_cap_mb=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
-    data = points(96).tensors
     for step in range(steps):
-        ids = torch.arange(step * size, (step + 1) * size) % 96
-        x, y = share(place, (data[0][ids], data[1][ids]))
+        x, y = share(place, batch_of_points(step, size))
         mse(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
     return arrays(model.named_parameters())
+
+
+class Rooted(Net):
+    """A network whose root has a parameter of its own: fully_shard leaves it gathered after a forward."""
+
+    def __init__(self) -> None:
+        super().__init__(*[Block() for _ in range(3)])
+        self.shift = nn.Parameter(torch.linspace(-1, 1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.shift)
+
+
+def own_shards(reshard: bool | None) -> nn.Module:
+    """Return a network that fully_shard divides over all ranks and gathers in bf16."""
+    torch.manual_seed(0)
+    model, policy = Rooted(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in (*model.children(), model):
+        fully_shard(part, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    return model
+
+
+def sharded_step(model: nn.Module, optimizer: torch.optim.Optimizer, place: Any, step: int) -> float:
+    """Make an update, and validate every second time; return the loss."""
+    loss = mse((x := model(share(place, batch_of(step))[0])), share(place, batch_of(step))[1].to(x.dtype))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step % 2:
+        with torch.no_grad():
+            model(batch_of(100)[0])
+    return loss.item()
+
+
+def train_own_shards(place: Any, reshard: bool | None) -> tuple[Arrays, list[float]]:
+    model, losses = own_shards(reshard), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(9):
+        losses.append(sharded_step(model, optimizer, place, step))
+    with torch.no_grad():
+        mean = torch.cat([model(x)[:, 0].double() for x in batch_of(100, 7)[0].split(2)]).mean().item()
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+    return arrays(model.named_parameters()), [*losses, mean]
+
+
+class OwnDdp:
+    """Training with DistributedDataParallel as a script makes it; with `accumulates` two batches make an update.
+
+    With `norm` the model has buffers, which DDP sends before a forward, but not after one within no_sync.
+    """
+
+    def __init__(self, accumulates: bool = False, norm: bool = False, hook: Any = None, **options: Any) -> None:
+        net = nn.Sequential(nn.BatchNorm1d(300), crossed()) if norm else crossed()
+        self.model = DistributedDataParallel(net, bucket_cap_mb=1, **options)
+        if hook is not None:
+            self.model.register_comm_hook(None, hook)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        self._accumulates = accumulates
+
+    def step(self, number: int, batch: Batch) -> None:
+        is_quiet = self._accumulates and number % 2 == 0
+        with self.model.no_sync() if is_quiet else nullcontext():
+            mse(self.model(batch[0]), batch[1]).backward()
+        if not is_quiet:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+OWN_DDP: dict[str, dict[str, Any]] = {
+    "tracked": {},
+    "in_another": {},
+    "tracked_inside": {},
+    "averaged": {},
+    "early": {},
+    "viewed": {"gradient_as_bucket_view": True},
+    "accumulated": {"accumulates": True},
+    "accumulated_viewed": {"accumulates": True, "gradient_as_bucket_view": True},
+    "accumulated_buffers": {"accumulates": True, "norm": True},
+    "compressed": {"hook": default_hooks.fp16_compress_hook},
+    "unused": {"find_unused_parameters": True},
+    "static": {"static_graph": True},
+}
+"""How scripts make theirs, and what they track of it: each an option of OwnDdp."""
+
+
+def train_own_ddp(place: Any, steps: int, size: int) -> dict[str, Arrays]:
+    """Return the weights and buffers of each of OWN_DDP after some steps."""
+    trained = {name: OwnDdp(**options) for name, options in OWN_DDP.items()}
+    for step in range(steps):
+        for own in trained.values():
+            own.step(step, share(place, batch_of_points(step, size)))
+    return {name: arrays(own.model.state_dict().items()) for name, own in trained.items()}
 
 
 def dropped() -> nn.Module:

@@ -10,7 +10,8 @@ import torch
 from harness.ranks import make_context, run_ranks
 from oracle import plain, under_ctx
 from oracle.under_ctx import difference
-from torch.utils.data import DataLoader
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
 
 from jobkit.errors import Stopped
 from jobkit.group import RankGroup
@@ -123,3 +124,69 @@ def test_an_epoch_that_is_broken_off_goes_on_with_its_draws_values_and_gradients
     (weights, second), *_ = run_ranks(epochs, 1, tmp_path, 2, None)
     assert first == drawn[:6] and second == drawn[4:]
     assert is_equal(weights, expected)
+
+
+def own_shards(ranks: RankGroup, folder: Path, number: int, kind: str | None, reshard: bool | None) -> Any:
+    """Return the step in which an attempt began, and the weights and losses that it saw."""
+    ctx = make_context(folder, ranks, under_ctx.config(checkpoint=EVERY_4), number)
+    model, losses = plain.own_shards(reshard), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with torch.no_grad():
+        model(plain.batch_of(100)[0])  # a look at what it predicts leaves the root gathered before it is restored
+    ctx.track(model=model, optimizer=optimizer)
+    kinds = {type(parameter.data) for parameter in model.parameters()}
+    first = ctx.step
+    try:
+        for step in ctx.steps(STEPS):
+            if interrupt(ctx, kind):
+                return first, None, losses
+            losses.append(plain.sharded_step(model, optimizer, ranks, step))
+    except Stopped:
+        return first, None, losses
+    assert kinds == {DTensor}
+    assert ctx._spread.forward_is_collective  # else the ranks below would wait for each other for minutes
+    with ctx.evaluating(model):  # four batches: a rank without one makes the forward of the others all the same
+        mean = ctx.evaluate(
+            lambda batch, ids: model(batch[0])[:, 0].float(), TensorDataset(*plain.batch_of(100, 7)), batch_size=2
+        )
+    ctx.finish()
+    return first, plain.arrays(model.named_parameters()), [*losses, mean]
+
+
+def plain_shards(ranks: RankGroup, reshard: bool | None) -> Any:
+    return plain.train_own_shards(ranks, reshard)
+
+
+@pytest.mark.parametrize("kind", ["stop", "kill"])
+@pytest.mark.parametrize("reshard", [None, False])
+def test_a_scripts_own_fsdp_goes_on_with_the_shards_whatever_a_validation_has_gathered(
+    tmp_path: Path, kind: str, reshard: bool | None
+) -> None:
+    expected = run_ranks(plain_shards, 3, reshard)
+    for (_, weights, losses), (_, right) in zip(
+        run_ranks(own_shards, 3, tmp_path, 1, kind, reshard), expected, strict=True
+    ):
+        assert weights is None and losses == right[: len(losses)]
+    for (first, weights, losses), (right_weights, right) in zip(
+        run_ranks(own_shards, 3, tmp_path, 2, None, reshard), expected, strict=True
+    ):
+        assert first == 4 if kind == "kill" else first in (7, 8)
+        assert losses == right[first:] and is_equal(weights, right_weights)
+
+
+def gathered_at_boundaries(ranks: RankGroup, folder: Path) -> list[bool]:
+    """Return whether the root is gathered at each step's end, and at the beginning of the next."""
+    ctx = make_context(folder, ranks, under_ctx.config())
+    model = plain.own_shards(None)
+    ctx.track(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2))
+    seen = []
+    for _ in ctx.steps(3):
+        seen.append(not isinstance(model.shift, DTensor))
+        with torch.no_grad():
+            model(plain.batch_of(0)[0])
+        seen.append(not isinstance(model.shift, DTensor))
+    return seen
+
+
+def test_each_boundary_puts_the_shards_back_whether_a_save_comes_or_not(tmp_path: Path) -> None:
+    assert run_ranks(gathered_at_boundaries, 3, tmp_path) == [[False, True] * 3] * 3

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from harness.ranks import make_context, run_ranks
 from oracle import plain, under_ctx
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from jobkit.group import RankGroup
+from jobkit.run.schema import CheckpointConfig
+from jobkit.train.seeds import derive_seed
 
 N = 297
 X = torch.rand(N, 3, generator=torch.Generator().manual_seed(0))
@@ -32,8 +37,17 @@ def draws(ranks: RankGroup, folder: Path, seed: int) -> tuple[list[float], list[
     return before, first, second
 
 
+def seeded(seed: int) -> list[float]:
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.manual_seed(seed)
+    return draw()
+
+
 def test_ranks_draw_alike_before_the_loop_and_each_its_own_within(tmp_path: Path) -> None:
     answers = [run_ranks(draws, 3, tmp_path / str(seed), seed) for seed in (0, 1)]
+    # Draws before the loop are no seeds.
+    assert [within for _, within, _ in answers[1]] == [seeded(derive_seed(1, "rank", rank)) for rank in range(3)]
     for ranks in answers:
         assert len({tuple(before) for before, _, _ in ranks}) == 1
     for generator in range(3):
@@ -43,16 +57,95 @@ def test_ranks_draw_alike_before_the_loop_and_each_its_own_within(tmp_path: Path
     assert run_ranks(draws, 3, tmp_path / "again", 0) == answers[0]
 
 
-def draws_of_parts(ranks: RankGroup, folder: Path, parallel: dict[str, Any]) -> list[float]:
+def draws_of_parts(ranks: RankGroup, folder: Path, parallel: dict[str, Any], seed: int) -> list[float]:
     ctx = make_context(folder, ranks, under_ctx.config(parallel=parallel))
+    if seed:
+        SEEDED_BY["all"](seed + ranks.rank)  # as many a script does
+        torch.rand(ranks.rank)
     ctx.track(model=nn.Linear(1, 1))
     return [value for _ in ctx.steps(1) for value in draw()]
 
 
 def test_ranks_that_compute_the_same_samples_draw_alike(tmp_path: Path) -> None:
     for axis, alike in (("tensor", [0, 0, 2, 2]), ("pipeline", [0, 1, 0, 1])):
-        answers = run_ranks(draws_of_parts, 4, tmp_path / axis, {axis: 2})
-        assert [answers.index(answer) for answer in answers] == alike
+        for seed in (0, 7):
+            answers = run_ranks(draws_of_parts, 4, tmp_path / f"{axis}{seed}", {axis: 2}, seed)
+            assert [answers.index(answer) for answer in answers] == alike
+
+
+# Programs that seed themselves
+
+Seen = tuple[list[float], list[bool], list[float]]
+"""Samples, a dropout mask, and a number of each generator, of some steps."""
+
+SEEDED_BY: dict[str, Callable[[int], object]] = {
+    "torch": torch.manual_seed,
+    "NumPy": np.random.seed,
+    "Python": random.seed,
+    "all": lambda seed: (random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)),
+}
+
+SEEDS = range(5)
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(12.0)), batch_size=3, shuffle=True)
+
+
+def seen_in(batches: Iterable[list[Tensor]], ends_after: int = 4) -> Iterator[Seen]:
+    for _, (batch,) in zip(range(ends_after), batches, strict=False):
+        yield batch.tolist(), (nn.functional.dropout(torch.ones(20)) > 0).tolist(), draw()
+
+
+def seen_plainly(seed: int) -> list[Seen]:
+    seeded(seed)
+    np.random.rand(100)
+    return list(seen_in(loader()))
+
+
+def seen_under_ctx(
+    ranks: RankGroup, folder: Path, way: str, seed: int, ends_after: int = 4, attempt: int = 1, every: Any = "off"
+) -> list[Seen]:
+    checkpoint = CheckpointConfig(every=every, memory="off")
+    ctx = make_context(folder, ranks, under_ctx.config(checkpoint=checkpoint), attempt)
+    SEEDED_BY[way](seed)
+    np.random.rand(100)
+    seen: list[Seen] = []
+    for _ in ctx.epochs(1, model=nn.Linear(1, 1)):
+        seen += seen_in(ctx.batches(loader()), ends_after)
+        ctx._checkpointer.wait()
+        break
+    return seen
+
+
+@pytest.mark.parametrize("way", SEEDED_BY)
+def test_a_study_over_seeds_of_the_program_s_own_sees_others_each_time(tmp_path: Path, way: str) -> None:
+    def study(see: Callable[[int], list[Seen]]) -> list[int]:
+        """Return the number of different orders, masks, and numbers of each generator."""
+        studies = [see(seed) for seed in SEEDS]
+        parts = [[repr([step[part] for step in seen]) for seen in studies] for part in range(2)]
+        parts += [[repr([step[2][part] for step in seen]) for seen in studies] for part in range(3)]
+        return [len(set(part)) for part in parts]
+
+    def see(seed: int) -> list[Seen]:
+        folder = tmp_path / str(seed)
+        (seen,) = run_ranks(seen_under_ctx, 1, folder, way, seed, 2)
+        # The next attempt has these numbers again, whatever it seeds: there is no checkpoint.
+        assert run_ranks(seen_under_ctx, 1, folder, way, seed + 100, 2, 2) == [seen]
+        return seen  # type: ignore[no-any-return]
+
+    assert study(see) == study(seen_plainly) == [len(SEEDS)] * 5
+
+
+def test_seeds_of_the_program_s_own_outlive_kills_and_each_rank_draws_its_own(tmp_path: Path) -> None:
+    straight = run_ranks(seen_under_ctx, 3, tmp_path / "straight", "all", 3)
+    assert len({repr(mask) for seen in straight for _, mask, _ in seen}) == 3 * 4
+    folder = tmp_path / "killed"
+    lost = run_ranks(seen_under_ctx, 3, folder, "all", 3, 1)
+    first = run_ranks(seen_under_ctx, 3, folder, "all", 3, 3, 2, 2)
+    rest = run_ranks(seen_under_ctx, 3, folder, "all", 3, 4, 3, 2)
+    for whole, *parts in zip(straight, lost, first, rest, strict=True):
+        assert [whole[:1], whole[:3], whole[2:]] == parts
 
 
 def evaluation(ranks: RankGroup, folder: Path) -> tuple[Any, ...]:

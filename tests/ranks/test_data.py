@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from harness.ranks import make_context, run_ranks
@@ -32,7 +34,9 @@ from tqdm import tqdm
 from jobkit.errors import Stopped, UsageError
 from jobkit.group import RankGroup
 from jobkit.log import log
+from jobkit.train.foreign_loader import Pass
 from jobkit.train.loader import Loader
+from jobkit.train.trial import is_exact
 
 LENGTH = 22
 
@@ -81,6 +85,45 @@ class Resumable(Stream):
         self.place = state["place"]
 
 
+class Buffered(Resumable):
+    """A stream that is shuffled in a buffer, which its state leaves out, as those of Hugging Face."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        order, buffer = random.Random(self.epoch), []
+        while self.place < len(self.numbers):
+            self.place, self.read = self.place + 1, self.read + 1
+            buffer.append(torch.tensor([self.numbers[self.place - 1], random.random(), self.epoch]))
+            if len(buffer) > 5:
+                yield buffer.pop(order.randrange(6))
+        yield from buffer
+        self.place = 0
+
+
+class Staying(Resumable):
+    """A stream whose every pass begins with the state that it has loaded, as those of Hugging Face in one epoch."""
+
+    start = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for place in range(self.start, len(self.numbers)):
+            self.place = place + 1
+            yield torch.tensor([self.numbers[place]])
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state["place"]
+
+
+class Continuing(Resumable):
+    """A stream whose passes are of 10 numbers, and go on where the pass before ended."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while True:
+            self.place += 1
+            yield torch.tensor([self.numbers[(self.place - 1) % LENGTH]])
+            if self.place % 10 == 0:
+                return
+
+
 class InTurn:
     """A sampler with a state, which goes on where the pass before ended."""
 
@@ -99,6 +142,25 @@ class InTurn:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.offset = state["offset"]
+
+
+DRAWN = [0.0]
+
+
+class Started(Noisy):
+    """Samples with the number that the worker has drawn as it started."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, random.random(), DRAWN[0]])
+
+
+def draw_as_it_starts(number: int) -> None:
+    DRAWN[0] = random.random()
+
+
+class WhoLoads(Noisy):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([os.getpid()])
 
 
 def noisy_collate(samples: list[torch.Tensor]) -> torch.Tensor:
@@ -125,11 +187,23 @@ LOADERS: dict[str, Callable[[RankGroup], list[Any]]] = {
     "persistent workers": lambda ranks: [
         DataLoader(Noisy(), 4, shuffle=True, num_workers=2, persistent_workers=True, collate_fn=noisy_collate)
     ],
+    "a persistent worker that draws as it starts": lambda ranks: [
+        DataLoader(Started(), 4, num_workers=1, persistent_workers=True, worker_init_fn=draw_as_it_starts)
+    ],
+    "persistent workers of single samples": lambda ranks: [
+        DataLoader(Noisy(), batch_size=None, sampler=range(9), num_workers=2, persistent_workers=True)  # type: ignore[arg-type]
+    ],
+    "a loader with persistent workers twice": lambda ranks: (
+        [DataLoader(Noisy(), 4, num_workers=1, persistent_workers=True)] * 2
+    ),
     "a generator": lambda ranks: [DataLoader(Noisy(), 4, True, generator=torch.Generator().manual_seed(1))],
     "an iterable": lambda ranks: [range(6)],
     "two loaders": lambda ranks: [DataLoader(Noisy(), 4, shuffle=True), DataLoader(Stream(), 3)],
     "a stream": lambda ranks: [DataLoader(Stream(), 4, num_workers=1, persistent_workers=True)],
     "a stream with a state": lambda ranks: [DataLoader(Resumable(), 4)],
+    "a stream that loses its buffer": lambda ranks: [DataLoader(Buffered(), 4)],
+    "a stateful loader of one": lambda ranks: [StatefulDataLoader(Buffered(), 4)],
+    "a stateful loader of one, with workers": lambda ranks: [StatefulDataLoader(Buffered(), 4, num_workers=2)],
     "a stateful loader": lambda ranks: [StatefulDataLoader(Noisy(), 4, shuffle=True, num_workers=1)],
     "a stateful loader of a stream": lambda ranks: [StatefulDataLoader(Resumable(), 4)],
 }
@@ -173,6 +247,26 @@ def test_an_epoch_that_is_broken_off_goes_on_to_the_bit(tmp_path: Path, name: st
         assert list(itertools.chain.from_iterable(attempt[rank] for attempt in attempts)) == whole[rank]
 
 
+@pytest.mark.parametrize("persist", [True, False])
+def test_workers_live_as_long_as_the_script_asks(persist: bool) -> None:
+    loader = DataLoader(WhoLoads(), 4, shuffle=True, num_workers=2, persistent_workers=persist)
+    processes = []
+    for number in range(3):
+        batches = iter(Pass(loader, number))
+        processes.append({int(process) for batch in (batches if number != 1 else [next(batches)]) for process in batch})
+        del batches  # the second pass is broken off
+    assert len(processes[0]) == 2
+    assert (processes[0] == processes[2]) is persist
+    assert (processes[1] <= processes[0]) is persist
+
+
+def test_a_pass_over_kept_workers_has_its_own_order_and_draws() -> None:
+    loaders = [DataLoader(Noisy(), 4, shuffle=True, num_workers=2, persistent_workers=kept) for kept in (True, False)]
+    seen = [[torch.cat(list(Pass(loader, number))).tolist() for number in (0, 1, 0)] for loader in loaders]
+    assert seen[0] == seen[1]
+    assert seen[0][0] == seen[0][2] != seen[0][1]
+
+
 def test_torchdatas_loader_of_a_stream_is_exact_through_a_restart_at_every_batch() -> None:
     from jobkit.train.foreign_loader import Pass
 
@@ -197,6 +291,104 @@ def test_a_stream_with_a_state_is_not_read_again() -> None:
         following = next(iter(Pass(make(again, batch_size=4), 1, part.state_dict())))
         assert torch.equal(first, following)
         assert (stream.read, again.read) == (12, 4)
+
+
+def test_a_stream_whose_state_is_not_exact_is_read_again_and_said_so(caplog: pytest.LogCaptureFixture) -> None:
+    from jobkit.train.foreign_loader import Pass
+
+    log.propagate = True
+    for kind, read in ((Resumable, 4), (Buffered, 13)):
+        part = Pass(DataLoader(kind(), batch_size=4), 1)
+        batches = iter(part)
+        for _ in range(2):
+            next(batches)
+            part.taken += 1
+        expected = next(batches)  # read before the boundary at which the state is saved
+        stream = kind()
+        assert torch.equal(next(iter(Pass(DataLoader(stream, batch_size=4), 1, part.state_dict()))), expected)
+        assert (kind, len(caplog.messages), stream.read) == (kind, int(kind is Buffered), read + 4 * (kind is Buffered))
+
+
+@pytest.mark.parametrize("kind", [Staying, Continuing, Resumable])
+@pytest.mark.parametrize("make", [DataLoader, StatefulDataLoader, lambda stream, _: stream])
+def test_the_pass_after_a_resumed_one_begins_where_the_stream_itself_would(kind: Any, make: Any) -> None:
+    def numbers(batches: Iterable[torch.Tensor]) -> list[Any]:
+        return [batch[..., 0].tolist() for batch in batches]
+
+    loader = make(kind(), 4)
+    whole = [numbers(loader) for _ in range(3)]  # plain torch
+    part = Pass(make(kind(), 4), 1)
+    batches = iter(part)
+    begun = numbers([next(batches)])
+    part.taken += 1
+    next(batches)
+    loader = make(kind(), 4)
+    resumed = Pass(loader, 1, part.state_dict())
+    assert [begun + numbers(resumed), numbers(Pass(loader, 2)), numbers(Pass(loader, 3))] == whole
+
+
+def test_a_worker_that_is_not_next_has_its_state_tried_too() -> None:
+    def loader() -> Any:
+        return StatefulDataLoader(Buffered(), 4, num_workers=2)
+
+    whole = [batch[:, 0].tolist() for batch in loader()]  # torchdata, uninterrupted
+    part = Pass(loader(), 1)
+    batches = iter(part)
+    begun = [next(batches)[:, 0].tolist()]
+    part.taken += 1
+    next(batches)  # the first of the second worker, whose state is exact
+    assert begun + [batch[:, 0].tolist() for batch in Pass(loader(), 1, part.state_dict())] == whole
+
+
+class Large(Resumable):
+    """A stream over an array, with what cannot be copied where it is asked for."""
+
+    def __init__(self, file: Any = None) -> None:
+        super().__init__()
+        self.array, self.small, self.file, self.function = np.zeros(2**20), torch.zeros(1), file, lambda: None
+
+
+def test_a_trial_shares_what_is_large_draws_nothing_and_takes_what_cannot_be_copied_at_its_word() -> None:
+    stream, seen = Large(), []
+    random.seed(3)
+    expected = random.Random(3).random()
+
+    def following(other: Large) -> float:
+        seen.append(other)
+        other.place, other.small[0] = 7, 1.0
+        return random.random()
+
+    assert not is_exact(stream, following, "")
+    assert random.random() == expected
+    assert (seen[0].array is stream.array, stream.place, stream.small.item()) == (True, 0, 0.0)
+    with Path(__file__).open() as file:
+        assert is_exact(Large(file), following, "")
+
+
+@pytest.mark.parametrize("data", [list(range(LENGTH)), Resumable()], ids=["samples", "stream"])
+def test_what_the_script_asks_of_torchdatas_loader_changes_no_pass(data: Any) -> None:
+    from jobkit.train.foreign_loader import Pass
+
+    loader = StatefulDataLoader(data, 4)
+    whole = [batch.tolist() for batch in Pass(StatefulDataLoader(data, 4), 1)]
+    loader.state_dict()
+    assert [batch.tolist() for batch in Pass(loader, 1)] == whole
+    other = StatefulDataLoader(data, 4)
+    next(iter(other))
+    loader.load_state_dict(other.state_dict())
+    if isinstance(data, Resumable):
+        data.place = 0
+    assert [batch.tolist() for batch in Pass(loader, 1)] == whole
+
+
+@pytest.mark.parametrize("words", ["leave data= out of ctx.epochs", "ctx.loader's is for ctx.steps"])
+def test_a_loader_that_is_tracked_is_refused(tmp_path: Path, words: str) -> None:
+    ctx = make_context(tmp_path, RankGroup.alone())
+    data: Any = StatefulDataLoader(range(8), 4) if "leave" in words else ctx.loader(range(8), global_batch_size=4)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=words):
+        for _ in ctx.epochs(1, model=nn.Linear(1, 1), data=data):
+            ctx.batches(data)
+    ctx._tracked.close()
 
 
 def sized(
@@ -248,7 +440,12 @@ def read(count: int, state: Any = None, **options: Any) -> tuple[list[list[list[
     return [next(loader).tolist() for _ in range(count)], loader.state_dict()
 
 
-SHARDED = {"whole": Stream(), "4 shards": Stream(range(40), 4), "with a state": Resumable(range(40), 4)}
+SHARDED = {
+    "whole": Stream(),
+    "4 shards": Stream(range(40), 4),
+    "with a state": Resumable(range(40), 4),
+    "with a buffer": Buffered(range(40), 4),
+}
 
 
 @pytest.mark.parametrize("name", SHARDED)
@@ -271,7 +468,7 @@ def test_a_stream_gives_the_same_samples_on_any_ranks_and_workers_and_after_a_re
 
 def test_ranks_divide_the_shards_and_a_state_is_not_read_again() -> None:
     dataset = Resumable(range(40), 4)
-    loader = Loader(dataset, global_batch_size=8, rank=1, world_size=2)
+    loader = Loader(dataset, global_batch_size=8, rank=1, world_size=2, seed=3)
     assert loader.stream is not None
     parts: list[Any] = []
     make = loader.stream.part
@@ -279,7 +476,7 @@ def test_ranks_divide_the_shards_and_a_state_is_not_read_again() -> None:
     _, state = read(30, dataset=dataset, rank=1, world_size=2)
     loader.load_state_dict(state)
     next(loader)
-    assert [(number, part.read) for number, part in parts] == [(2, 2), (3, 2)]
+    assert [(number, part.read) for number, part in parts] == [(2, 0), (2, 3), (3, 3)]
 
 
 class Mixed(IterableDataset[torch.Tensor]):

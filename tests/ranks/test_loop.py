@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from harness.busy_device import BusyDevice
 from harness.ranks import make_context, run_ranks
 from harness.training import logged
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from jobkit.errors import Stopped, UsageError
 from jobkit.group import RankGroup
@@ -125,7 +128,7 @@ def test_a_function_between_steps_is_no_step_and_quick_steps_have_a_checkpoint_b
     for _ in ctx.steps(300, every={lambda: phases.append(ctx._rank.page.read().phase): 100}):
         pass
     ctx.finish()
-    assert phases == [Phase.ENDING] * 4
+    assert phases == [*[Phase.OUTSIDE] * 3, Phase.ENDING]
     assert ctx._rank.run.durable_steps() == [299, 300]
 
 
@@ -158,6 +161,36 @@ def test_a_loss_that_is_no_number_names_the_samples_of_its_batch(tmp_path: Path)
                 ctx.log({"loss": float("nan") if number == 3 else 1.0})
     ctx.close()
     assert caught.value.samples == [6, 7]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_loss_that_the_device_has_not_computed_yet_is_waited_for_before_a_save_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
+    """Its samples are those of its step, four steps before the save."""
+    device, ctx = BusyDevice(monkeypatch), alone(tmp_path, 6)
+    monkeypatch.setattr("jobkit.worker.decide.AGREEMENT_SECONDS", 0.0)  # each step has an agreement
+    waits = []
+
+    def step(number: int) -> None:
+        waits.append(device.waits)
+        ctx.log({"loss": device.tensor(math.nan if number == 2 else 1.0)})
+
+    with pytest.raises(NotFinite) as caught:
+        if own:
+            for _ in ctx.epochs(1, model=nn.Linear(1, 1)):
+                for number, _ in enumerate(ctx.batches(DataLoader(range(40), batch_size=2))):  # type: ignore[arg-type]
+                    step(number)
+        else:
+            loader = ctx.loader(torch.arange(40), global_batch_size=2, shuffle=False)
+            ctx.track(model=nn.Linear(1, 1), loader=loader)
+            for number in ctx.steps(20):
+                next(loader)
+                step(number)
+    ctx.close()
+    assert waits == [0] * 6 and device.waits > 0
+    assert (caught.value.step, caught.value.samples) == (2, [4, 5])
+    assert ctx._rank.run.durable_steps() == []
 
 
 def test_texts_with_which_an_epoch_began_come_back(tmp_path: Path) -> None:
@@ -216,3 +249,154 @@ def test_a_trace_of_verify_has_each_ranks_samples_and_the_values_of_functions(tm
         assert [place.samples for place in boundaries] == [[3 * step + rank] for step in range(4)]
         values = {place.step: place.values.get("error") for place in places if place.event == "evaluated"}
         assert list(values) == [0, 2, 4] and None not in values.values() and len(set(values.values())) == 3
+
+
+def test_a_value_that_a_restore_would_replace_is_refused_at_first_and_said_later(tmp_path: Path) -> None:
+    ctx = alone(tmp_path, 1)
+    with pytest.raises(UsageError, match="rng is a Generator"):
+        ctx.values(rng=np.random.default_rng(0))
+    ctx = alone(tmp_path, 1)
+    ctx.track(model=nn.Linear(1, 1))
+    ctx.values(rng=None)
+    for _ in ctx.steps(3):
+        pass
+    ctx.close()
+    ctx = alone(tmp_path, 1, 2)
+    ctx.values(rng=np.random.default_rng(0))  # its run began before that was refused
+    assert any("rng is a Generator" in text for text in ctx._reporter._warnings)
+
+
+def test_a_value_that_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    class Meter:
+        def state_dict(self) -> dict[str, Any]:
+            return {"lines": (line for line in "ab")}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    ctx = alone(tmp_path, 1000)
+    ctx.track(model=nn.Linear(1, 1), meter=Meter())
+    with pytest.raises(UsageError, match="meter: lines: a generator cannot be saved"):
+        for _ in ctx.steps(400):
+            raise AssertionError("a step")
+    ctx._tracked.close()
+
+
+class Wrapper:
+    """An optimizer around another, as accelerate's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.state_dict, self.load_state_dict = optimizer.state_dict, optimizer.load_state_dict
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+
+def test_an_optimizer_is_tracked_by_its_wrapper(tmp_path: Path) -> None:
+    ctx, model = alone(tmp_path, 1000), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ctx.track(model=model, optimizer=Wrapper(optimizer))
+    for _ in ctx.steps(3):
+        model(torch.ones(1)).backward()
+        optimizer.step()
+    ctx.finish()
+
+
+def test_a_value_that_is_none_is_left_out_of_the_curves(tmp_path: Path) -> None:
+    ctx = alone(tmp_path, 1000)
+    ctx.track(model=nn.Linear(1, 1))
+    for step in ctx.steps(3):
+        ctx.log({"a": None if step == 1 else 1.0})
+    ctx.finish()
+    assert points(tmp_path / "test-01234567" / "tensorboard", "a") == [0, 2]
+
+
+def uneven(ranks: RankGroup, folder: Path, by_hand: bool) -> bool:
+    """Train 2 steps of a global batch of 10; returns whether the gradients by hand were refused."""
+    ctx = make_context(folder, ranks, Config(name="test", task="m:f", checkpoint=CheckpointConfig(every=100)))
+    model = ctx.parallelize(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = ctx.loader(TensorDataset(torch.ones(30, 1), torch.ones(30, 1)), global_batch_size=10)
+    ctx.track(model=model, optimizer=optimizer, loader=loader)
+    try:
+        for _ in ctx.steps(2):
+            x, y = next(loader)
+            if by_hand:
+                nn.functional.mse_loss(model(x), y).backward()
+            else:
+                ctx.backward(model, (x, y), nn.functional.mse_loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    except UsageError as error:
+        assert "global batch of 10" in str(error)
+        return True
+    finally:
+        ctx._tracked.close()
+    return False
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_uneven_parts_of_a_global_batch_are_weighted_by_ctx_backward_or_refused(tmp_path: Path, by_hand: bool) -> None:
+    assert run_ranks(uneven, 3, tmp_path, by_hand) == [by_hand] * 3
+    if by_hand:  # two ranks have equal parts
+        assert run_ranks(uneven, 2, tmp_path / "even", by_hand) == [False] * 2
+
+
+def where(ranks: RankGroup, folder: Path, number: int, stop: int | None) -> list[tuple[str, str]]:
+    """Return the phases that the watchdog sees in the lines of a script: in steps, and in all that is none."""
+    ctx = make_context(folder, ranks, attempt=number)
+    seen: list[tuple[str, str]] = []
+
+    def note(line: str, value: Any = None) -> Any:
+        seen.append((line, ctx._rank.page.read().phase.name))
+        return value
+
+    model = nn.Linear(1, 1)
+    try:
+        for _ in ctx.epochs(2, model=model):
+            note("top")
+            for batch in ctx.batches(DataLoader(range(4), batch_size=2)):  # type: ignore[arg-type]
+                note("step")
+                if ctx.step == 0:
+                    ctx.evaluate(lambda batch, ids: note("evaluate", batch.double()), range(2))
+                    with ctx.evaluating(model):
+                        note("evaluating")
+                    note("step")
+                if ctx.step == stop:
+                    ctx._rank.page.ask_to_stop()
+            note("validation")
+            for batch in ctx.batches(DataLoader(range(9))):  # type: ignore[arg-type]
+                note("step")
+                if batch:
+                    break  # a pass that is left
+            note("validation")
+    except Stopped:
+        return seen
+    note("end")
+    ctx.finish()
+    note("end")
+    return seen
+
+
+def test_lines_outside_of_steps_are_no_step_that_hangs(tmp_path: Path) -> None:
+    first, second = (run_ranks(where, 1, tmp_path, number, stop)[0] for number, stop in ((1, 1), (2, None)))
+    first_epoch, rest = first[: first.index(("validation", "OUTSIDE"))], first[first.index(("validation", "OUTSIDE")) :]
+    assert [line for line, _ in first_epoch] == ["top", "step", "evaluate", "evaluate", "evaluating", "step", "step"]
+    phases = {"step": "STEPPING", "end": "ENDING"}
+    for line, phase in [*first_epoch, *rest, *second]:
+        assert phase == phases.get(line, "OUTSIDE"), (line, phase)
+    assert [line for line, _ in second[-3:]] == ["validation", "end", "end"]
+
+
+def test_a_step_of_a_pass_of_one_batch_is_measured(tmp_path: Path) -> None:
+    def slowest(ranks: RankGroup, folder: Path) -> list[float]:
+        ctx, seen = make_context(folder, ranks), []
+        for _ in ctx.epochs(3, model=nn.Linear(1, 1)):
+            seen.append(ctx._rank.page.read().slowest)
+            for _ in ctx.batches(DataLoader(range(2), batch_size=2)):  # type: ignore[arg-type]
+                pass
+        return seen
+
+    first, *others = run_ranks(slowest, 1, tmp_path)[0]
+    assert first == 0 and all(others)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import shutil
@@ -16,6 +17,8 @@ from harness.ranks import make_rank, run_ranks
 from oracle import plain
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import TensorDataset
 
@@ -340,3 +343,45 @@ def test_gradients_that_were_added_up_go_on_with_the_same_ranks_alone(tmp_path: 
     shutil.copytree(tmp_path, tmp_path.with_name("fewer"), symlinks=True)
     assert run_ranks(accumulate, 2, tmp_path, 2) == [True, True]
     assert run_ranks(accumulate, 1, tmp_path.with_name("fewer"), 2) == [False]
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.blocks = nn.Embedding(11, 10), nn.ModuleList([plain.Block() for _ in range(3)])
+        self.norm, self.head = nn.LayerNorm(10), nn.Linear(10, 11, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.table(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+def gathered(ranks: RankGroup, tied: bool) -> Any:
+    """Return the units, and the outputs and gradients of a rank's samples beside those of torch's autocast."""
+    torch.manual_seed(0)
+    model, x = Words(), torch.arange(12).view(3, 4)[ranks.rank] % 11
+    if tied:
+        model.head.weight = model.table.weight
+    alone = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (ranks.world_size,))
+    jobkit.train.sharding.shard(model, mesh, reshard_after_forward=True, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = alone(x)
+    output = model(x)
+    for loss in (expected.float().square().mean(), output.float().square().mean()):
+        loss.backward()
+    every = ranks.gather({name: parameter.grad for name, parameter in alone.named_parameters()})
+    sums = {name: torch.stack([each[name] for each in every]).mean(0) for name in every[0]}
+    grads = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+    units = [name for name, part in model.named_modules() if isinstance(part, FSDPModule)]
+    return units, torch.equal(output, expected), max((sums[name] - grads[name]).abs().max().item() for name in sums)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_block_is_one_unit_with_its_norms_and_computes_as_under_autocast(tied: bool) -> None:
+    blocks = ["blocks.0", "blocks.1", "blocks.2"]
+    for units, is_equal, most in run_ranks(gathered, 3, tied):
+        assert sorted(units) == ["", *blocks, *([] if tied else ["table"])]
+        assert is_equal and most < 1e-6

@@ -63,6 +63,9 @@ def train(rank):
             (rank.run.path / "saves").touch()
             time.sleep(rank.params.get("save_seconds", 0))
             raise Stopped
+        if rank.params.get("leaves") and step == 3:
+            rank.beat(step, Phase.OUTSIDE)
+            os._exit(0)
         if rank.params.get("fails") and step == 3:
             subprocess.Popen(["sleep", "1000"], start_new_session=True)
             if rank.params.get("mirrors"):
@@ -408,6 +411,14 @@ def test_a_rank_that_hangs_is_silent_and_shows_its_stacks(make: Make) -> None:
     wait_until(lambda: "toy_task.py" in log.read_text(), "the stacks")
     supervisor.send(Signal(attempt=1, name="KILL", unless_saving=True))
     assert supervisor.expect(Exited).code == -signal.SIGKILL
+
+
+def test_an_exit_with_0_outside_a_step_is_no_end(make: Make) -> None:
+    supervisor = make(params={"steps": 100, "leaves": True})
+    supervisor.expect(Ready)
+    supervisor.start(1, 1)
+    exited = supervisor.expect(Exited)
+    assert (exited.code, exited.is_done) == (0, False)
 
 
 def test_a_rank_that_saves_is_not_killed_with_those_that_do_not(make: Make) -> None:

@@ -198,6 +198,8 @@ def test_status_of_a_running_run_has_its_warnings(tmp_path: Path) -> None:
         lines = describe(view(run), progress, START + 20)
         assert lines[0] == f"{NAME}: running, step 7 of 9" and "warning: one GPU is slow" in lines
         assert "slow" not in str(describe(view(run), Progress(attempt=9, time=0, warnings=["slow"]), START))
+        validates = Progress(attempt=1, time=START, step=7, total_steps=9, steps_per_second=2.0, outside_since=START)
+        assert describe(view(run), validates, START + 250)[0].endswith("step 7 of 9, outside a step since 0:04:10")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -113,6 +114,20 @@ def test_plain_progress_lines_are_few(capsys: pytest.CaptureFixture[str]) -> Non
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) <= 4  # one a ten seconds, and the arrival
     assert lines[-1] == "step 1000/1000"
+
+
+def test_a_long_validation_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    display, now = Display("toy"), time.time()
+    progress = Progress(attempt=1, time=0.0, step=5, total_steps=9, steps_per_second=2.0, outside_since=now)
+    for seconds in (1, 250, 255, 310):
+        monkeypatch.setattr(time, "time", lambda seconds=seconds: now + seconds)
+        monkeypatch.setattr(time, "monotonic", lambda seconds=seconds: now + seconds)
+        display.show(progress)
+    assert capsys.readouterr().err.splitlines() == [
+        "step 5/9  2 step/s",
+        "step 5/9  outside a step since 0:04:10",
+        "step 5/9  outside a step since 0:05:10",
+    ]
 
 
 ENDS: list[tuple[list[Event], int]] = [

@@ -54,3 +54,8 @@ def test_the_name_has_the_hash_and_the_start_is_part_of_it() -> None:
     assert run_name(BASE) == f"toy-{identity(BASE)[:8]}"
     assert run_name(BASE, "other-12345678@500") != run_name(BASE)
     assert run_name(BASE) == "toy-1895d334"  # runs keep their names from version to version
+
+
+@pytest.mark.parametrize(("given", "hash8"), [({}, "8c25c11b"), ({"seed": 0}, "8c25c11b"), ({"seed": 3}, "e319c4fe")])
+def test_a_seed_in_the_params_changes_no_name(given: dict[str, int], hash8: str) -> None:
+    assert run_name(Config(name="toy", task="mytask:train", params={"seed": 3}, **given)) == f"toy-{hash8}"

@@ -46,7 +46,9 @@ def _refusal(folder: Path, text: str, *overrides: str) -> InputError:
 def _reread(folder: Path, loaded: Loaded) -> Any:
     file = folder / "config.yaml"
     file.write_text(dump(loaded.written))
-    return read_resolved(file)
+    config = read_resolved(file)
+    assert config.seed == loaded.config.random_seed
+    return dataclasses.replace(config, seed=loaded.config.seed)
 
 
 # Values
@@ -182,6 +184,30 @@ def test_a_changed_config_is_written_as_it_is(tmp_path: Path, monkeypatch: pytes
     resources = dataclasses.replace(loaded.config.resources, tasks_per_node=4, gpus_per_task=1)
     counted = dataclasses.replace(loaded, config=dataclasses.replace(loaded.config, resources=resources))
     assert _reread(tmp_path, counted).resources == resources
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", 0),
+        ("params: {seed: 3, shown: '${seed}'}\n", 3),
+        ("params: {base: 3, seed: '${params.base}', shown: '${seed}'}\n", 3),
+        ("seed: auto\nparams: {seed: 3, shown: '${seed}'}\n", 3),
+        ("seed: 0\nparams: {seed: 3, shown: '${seed}'}\n", 0),
+        ("seed: 5\nparams: {seed: 3, shown: '${seed}'}\n", 5),
+        ("seed: null\nparams: {seed: 3}\n", None),
+        ("params: {seed: '${seed}'}\n", 0),
+        ("params: {seed: '3'}\n", 0),
+        ("params: {seed: 3.0}\n", 0),
+        ("params: {seed: true}\n", 0),
+    ],
+)
+def test_a_whole_number_in_the_params_is_the_seed_that_nobody_wrote(
+    tmp_path: Path, text: str, expected: int | None
+) -> None:
+    loaded = _load(tmp_path, text)
+    assert loaded.config.random_seed == loaded.written["seed"] == _reread(tmp_path, loaded).random_seed == expected
+    assert loaded.config.params.get("shown", expected) == expected
 
 
 def test_literal_dollars_and_run_dir_stay_texts(tmp_path: Path) -> None:

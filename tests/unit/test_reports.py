@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from harness.busy_device import BusyDevice
 from harness.ranks import make_rank
 from harness.training import logged
 
@@ -49,6 +51,24 @@ def test_records_that_a_full_disk_refuses_are_kept(tmp_path: Path) -> None:
     folder.mkdir()
     file.write()
     assert steps(folder) == [1]
+
+
+def test_a_report_says_since_when_no_step_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = make_rank(tmp_path)
+    reporter, seen = Reporter(rank), []
+    for now, step, phase in (
+        (1, 4, Phase.STEPPING),
+        (2, 5, Phase.OUTSIDE),
+        (3, 5, Phase.OUTSIDE),
+        (4, 7, Phase.ENDING),
+    ):
+        monkeypatch.setattr(time, "time", lambda now=now: float(now))
+        rank.beat(step, phase)
+        reporter._report()
+        progress = rank.run.progress()
+        assert progress is not None
+        seen.append(progress.outside_since)
+    assert seen == [None, 2.0, 2.0, 4.0]
 
 
 def test_a_reporter_writes_curves_and_progress(tmp_path: Path) -> None:
@@ -151,6 +171,21 @@ def test_a_loss_that_is_no_number_names_its_step_and_samples(value: object) -> N
     error = health.error
     assert error is not None
     assert (error.step, error.samples) == (4, [7, 8])
+
+
+def test_a_loss_on_a_device_is_read_once_it_is_there_and_names_the_samples_of_its_own_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, health = BusyDevice(monkeypatch), Health(ignores=False)
+    for step in range(3):
+        health.see(step, device.tensor(math.nan if step == 1 else 1.0), lambda step=step: [step])  # type: ignore[misc]
+        assert not health.is_bad(waits=False)
+    assert device.waits == 0
+    device.is_done = True
+    health.see(3, device.tensor(1.0), lambda: [3])
+    assert health.is_bad(waits=False)
+    assert health.error is not None
+    assert (health.error.step, health.error.samples) == (1, [1])
 
 
 def test_steps_between_frequent_evaluations_have_a_speed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,6 +111,9 @@ DECISIONS: list[tuple[str, Sequence[Attempt], bool]] = [
     ("a bug thrice since", [ended("crashed", 0, 9, durable=5), *[BUG_5] * 3], False),
     ("a bug before the loop, with a checkpoint there", [ended("crashed", None, None, 50, nature="program")] * 3, False),
     ("three bugs, each with a newer snapshot", [from_memory(first) for first in range(20, 90, 10)], True),
+    ("three bugs, each a step further", [further(first, first + 10, 0) for first in range(3)], False),
+    ("three of the weather, each a step further", [ended("crashed", first, first + 10) for first in range(3)], True),
+    ("three bugs, each further by half of its steps", [further(first, first + 10, 0) for first in (0, 5, 10)], True),
     ("three bugs, after which the snapshot is the same", [ended("killed", 0, 20), *[from_memory(20)] * 3], False),
     ("a checkpoint newer than the snapshot", [*[from_memory(20)] * 2, further(20, 33, 30), from_memory(30)], True),
     # Proof: restarts are exact

@@ -85,6 +85,7 @@ ACCEPTED: list[tuple[str, str, Any]] = [
     ("parallel: pipeline", "parallel.pipeline", "all"),
     ("comm: {hook: none}", "comm.hook", "none"),
     ("seed: null", "seed", None),
+    ("seed: auto", "seed", "auto"),
     ("deterministic: warn", "deterministic", "warn"),
     ("preload: [transformers, a.b]", "preload", ["transformers", "a.b"]),
     (

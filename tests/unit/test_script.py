@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from jobkit.errors import InputError
 from jobkit.run.load import load
+from jobkit.run.schema import AUTO
 from jobkit.worker import script
 from jobkit.worker.launcher import Topology
 from jobkit.worker.values import Values
@@ -20,7 +21,7 @@ def test_arguments_of_init_win_over_its_yaml(tmp_path: Path) -> None:
     yaml = tmp_path / "mine.yaml"
     yaml.write_text("name: mine\nseed: 5\nparams: {lr: 1, kept: 2}\ncheckpoint: {every: 7}\n")
     values = script._values({"lr": 0.5, "out": Path("out"), "local_rank": 0, "text": "a: [b"}, Topology())
-    for seed, expected in ((0, 5), (3, 3), (None, None)):
+    for seed, expected in ((AUTO, 5), (0, 0), (3, 3), (None, None)):
         config = load(yaml, script._words("other", values, seed), ["python", "x.py"]).config
         assert (config.name, config.seed, config.checkpoint.every) == ("other", expected, 7)
         assert config.params == {"lr": 0.5, "kept": 2, "out": "out", "text": "a: [b"}

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from safetensors import safe_open
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from jobkit.checkpoint.live import Entry, names_of, walker_of
 from jobkit.checkpoint.shard import BLOCK, parse_header, sums_of, write_shard
 from jobkit.checkpoint.staging import PAGE, Place, Stager, divide
 from jobkit.group import RankGroup
+from jobkit.worker.tracked import PendingGradients
 
 
 @pytest.mark.parametrize("sizes", [[3, 5], [1], [0, 7, 0], [10, 1, 1, 1], []])
@@ -140,6 +143,23 @@ def test_an_optimizers_state_that_belongs_to_no_parameter_is_saved() -> None:
     again.adopt(live.skeleton, shapes)
     again.finish(live.skeleton, live.leaves, may_unpickle=False)
     assert other.state["average"] == {"loss": torch.tensor(3.0), "count": 5}
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_gradient_that_was_saved_keeps_no_memory_until_the_next_save(has_room: bool) -> None:
+    model, kept = nn.Linear(2, 2), stager()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tracked: Any = SimpleNamespace(optimizers=[optimizer], stepped={}, on_step=None, has_begun=True)
+    entry = Entry(name="gradients", live=PendingGradients(tracked), scope="rank")
+    for number in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+        gradient = StorageWeakRef(model.weight.grad.untyped_storage())
+        copies = saved(kept.stage([*entries(model), entry]))
+        assert copies["0:gradients/added/0 0"].tolist() == [[1.0, 1.0], [1.0, 1.0]], number
+        if not has_room:
+            assert kept.stage_into([*entries(model), entry], lambda data, header: None) is None
+        optimizer.zero_grad()
+        assert gradient.expired()
 
 
 def test_the_parameters_of_a_replaced_submodule_are_saved() -> None:

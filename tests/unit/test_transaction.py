@@ -136,6 +136,21 @@ def end(run: RunDir, *, finished: bool = False) -> None:
         journal.append(Finished(result={"loss": 1.0}))
 
 
+def test_a_run_keeps_the_seed_that_it_began_with(slurm: Slurm) -> None:
+    """Before `params.seed` counted, a YAML without `seed` meant 0."""
+    Path("toy.yaml").write_text("name: toy\ntask: toy:train\nparams: {seed: 3}\n")
+    run = submit(slurm).run
+    assert read_resolved(run.config_file).seed == 3
+    end(run)
+    run.config_file.write_text(run.config_file.read_text().replace("\nseed: 3\n", "\nseed: 0\n"))
+    slurm.says("queue")
+    assert submit(slurm).started
+    assert read_resolved(run.config_file).seed == 0
+    assert [event.config["seed"] for event in events(run) if isinstance(event, Submitted)] == [3, 0]
+    end(run)
+    assert read_resolved(submit(slurm, "new").run.config_file).seed == 3
+
+
 def test_everything_is_written_before_sbatch_and_nothing_after(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("JOBKIT_PAGE", "JOBKIT_TOKEN", "SUBMITIT_EXECUTOR", "SBATCH_JOB_NAME"):
         monkeypatch.setenv(name, "theirs")

@@ -25,6 +25,7 @@ def beat(phase: Phase = Phase.STEPPING, slowest: float = 1.0, beats: int = 5) ->
         ("10min", beat(slowest=60.0), 600),
         (5, beat(slowest=60.0), 300),  # a bare number is of minutes
         ("10min", beat(Phase.ENDING), OUTSIDE_LOOP_SECONDS),
+        ("10min", beat(Phase.OUTSIDE), OUTSIDE_LOOP_SECONDS),
         ("2h", beat(Phase.ENDING), 7200),
         ("off", beat(), math.inf),
         (False, beat(), math.inf),
