@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.modules.batchnorm import _NormBase
 
 from jobkit.checkpoint.live import plain_module
@@ -89,6 +90,54 @@ def shard_units(module: nn.Module) -> list[nn.Module]:
     else:
         units = [unit for unit in _blocks(module, isinstance(module, nn.Sequential)) if not isinstance(unit, EXACT)]
     return [unit for unit in units if any(True for _ in unit.parameters())]
+
+
+class UnexchangedGradients:
+    """Gradients that fully_shard has added up on this rank and not exchanged yet, which no parameter shows.
+
+    `set_requires_gradient_sync(False)` leaves them whole on each rank, and `set_requires_all_reduce(False)` those of
+    its replica, until a backward pass exchanges them.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._groups: dict[str, Any] = {}
+        """What fully_shard gathers together, by name."""
+        for name, module in modules.items():
+            for path, part in plain_module(module).named_modules():
+                if isinstance(part, FSDPModule):
+                    state: Any = part._get_fsdp_state()
+                    several = hasattr(state, "_fsdp_param_groups")  # torch 2.9 has one
+                    groups = state._fsdp_param_groups if several else filter(None, [state._fsdp_param_group])
+                    self._groups |= {f"{name}.{path} {number}": group for number, group in enumerate(groups)}
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, group in self._groups.items():
+            if group._partial_reduce_output is not None:
+                found[name] = group._partial_reduce_output
+            for number, parameter in enumerate(group.fsdp_params):
+                whole, gradient = getattr(parameter, "_unsharded_param", None), parameter.unsharded_accumulated_grad
+                if gradient is None and whole is not None:
+                    gradient = whole.grad
+                if gradient is not None:
+                    found[f"{name}.{number}"] = gradient
+        return found
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        for name, group in self._groups.items():
+            group._partial_reduce_output = _on(group.device, state.get(name))
+            for number, parameter in enumerate(group.fsdp_params):
+                if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
+                    whole.grad = None
+                # The next backward pass adds its own to this one, whatever type the sum has.
+                parameter.unsharded_accumulated_grad = _on(parameter.device, state.get(f"{name}.{number}"))
+
+
+def _on(device: torch.device, tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.to(device, copy=True)
 
 
 def _blocks(module: nn.Module, has_blocks: bool) -> Iterator[nn.Module]:

@@ -32,6 +32,7 @@ from jobkit.run.slots import Phase, page_before, slots_of
 from jobkit.train.devices import devices_of
 from jobkit.train.loader import Loader
 from jobkit.train.seeds import derive_seed, seed_generators
+from jobkit.train.sharding import UnexchangedGradients
 from jobkit.train.spread import Spread
 from jobkit.train.step import Step, evaluating
 from jobkit.worker.calls import with_fitting_methods
@@ -431,6 +432,8 @@ class Context:
         for number, compression in enumerate(self._spread.compressions):
             self._tracked.add_own(f"compression{number}", compression)
         self._tracked.add_own("gradients", PendingGradients(self._tracked))
+        if unexchanged := UnexchangedGradients(self._tracked.named_modules):
+            self._tracked.add_own("unexchanged", unexchanged)
         if restored is None:
             self._generators.begin(self._ranks, self._rank)
         self._tracked.add_own("epochs", self._epochs)

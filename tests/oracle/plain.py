@@ -298,39 +298,60 @@ class Rooted(Net):
         return super().forward(x + self.shift)
 
 
-def own_shards(reshard: bool | None) -> nn.Module:
-    """Return a network that fully_shard divides over all ranks and gathers in bf16."""
-    torch.manual_seed(0)
-    model, policy = Rooted(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for part in (*model.children(), model):
-        fully_shard(part, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-    return model
+OWN_SHARDS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "root_kept": {"reshard": False},
+    "accumulates": {"updates_every": 3},
+    "accumulates_float32": {"updates_every": 3, "policy": MixedPrecisionPolicy()},
+    "accumulates_replica": {"updates_every": 3, "replicas": 3},
+}
+"""Scripts with fully_shard of their own. What they accumulate lies within fully_shard until its ranks exchange it."""
 
 
-def sharded_step(model: nn.Module, optimizer: torch.optim.Optimizer, place: Any, step: int) -> float:
-    """Make an update, and validate every second time; return the loss."""
-    loss = mse((x := model(share(place, batch_of(step))[0])), share(place, batch_of(step))[1].to(x.dtype))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    if step % 2:
-        with torch.no_grad():
-            model(batch_of(100)[0])
-    return loss.item()
+class OwnShards:
+    """Training of a network that fully_shard divides over all ranks and gathers in bf16."""
+
+    def __init__(
+        self,
+        reshard: bool | None = None,
+        updates_every: int = 1,
+        replicas: int = 1,
+        policy: MixedPrecisionPolicy = MixedPrecisionPolicy(torch.bfloat16, torch.float32),  # noqa: B008
+    ) -> None:
+        torch.manual_seed(0)
+        self.model, self._every, self._replicas = Rooted(), updates_every, replicas
+        shape = (replicas, dist.get_world_size() // replicas)
+        mesh = init_device_mesh("cpu", shape[replicas == 1 :], mesh_dim_names=("replica", "shard")[replicas == 1 :])
+        for part in (*self.model.children(), self.model):
+            fully_shard(part, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+
+    def step(self, place: Any, step: int) -> float:
+        """Train on a batch, and validate every second time; return the loss."""
+        is_update = (step + 1) % self._every == 0
+        root: Any = self.model
+        exchanges = root.set_requires_gradient_sync if self._replicas == 1 else root.set_requires_all_reduce
+        exchanges(is_update)
+        loss = mse((x := self.model(share(place, batch_of(step))[0])), share(place, batch_of(step))[1].to(x.dtype))
+        loss.backward()
+        if is_update:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        if step % 2:
+            with torch.no_grad():
+                self.model(batch_of(100)[0])
+        return loss.item()
 
 
-def train_own_shards(place: Any, reshard: bool | None) -> tuple[Arrays, list[float]]:
-    model, losses = own_shards(reshard), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(9):
-        losses.append(sharded_step(model, optimizer, place, step))
+def train_own_shards(place: Any, way: str) -> tuple[Arrays, list[float]]:
+    own = OwnShards(**OWN_SHARDS[way])
+    losses = [own.step(place, step) for step in range(9)]
     with torch.no_grad():
-        mean = torch.cat([model(x)[:, 0].double() for x in batch_of(100, 7)[0].split(2)]).mean().item()
-    for part in model.modules():
+        mean = torch.cat([own.model(x)[:, 0].double() for x in batch_of(100, 7)[0].split(2)]).mean().item()
+    for part in own.model.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
-    return arrays(model.named_parameters()), [*losses, mean]
+    return arrays(own.model.named_parameters()), [*losses, mean]
 
 
 class OwnDdp:

@@ -10,6 +10,7 @@ import torch
 from harness.ranks import make_context, run_ranks
 from oracle import plain, under_ctx
 from oracle.under_ctx import difference
+from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -126,21 +127,21 @@ def test_an_epoch_that_is_broken_off_goes_on_with_its_draws_values_and_gradients
     assert is_equal(weights, expected)
 
 
-def own_shards(ranks: RankGroup, folder: Path, number: int, kind: str | None, reshard: bool | None) -> Any:
+def own_shards(ranks: RankGroup, folder: Path, number: int, kind: str | None, way: str) -> Any:
     """Return the step in which an attempt began, and the weights and losses that it saw."""
     ctx = make_context(folder, ranks, under_ctx.config(checkpoint=EVERY_4), number)
-    model, losses = plain.own_shards(reshard), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    own, losses = plain.OwnShards(**plain.OWN_SHARDS[way]), []
+    model = own.model
     with torch.no_grad():
         model(plain.batch_of(100)[0])  # a look at what it predicts leaves the root gathered before it is restored
-    ctx.track(model=model, optimizer=optimizer)
+    ctx.track(model=model, optimizer=own.optimizer)
     kinds = {type(parameter.data) for parameter in model.parameters()}
     first = ctx.step
     try:
         for step in ctx.steps(STEPS):
             if interrupt(ctx, kind):
                 return first, None, losses
-            losses.append(plain.sharded_step(model, optimizer, ranks, step))
+            losses.append(own.step(ranks, step))
     except Stopped:
         return first, None, losses
     assert kinds == {DTensor}
@@ -150,35 +151,54 @@ def own_shards(ranks: RankGroup, folder: Path, number: int, kind: str | None, re
             lambda batch, ids: model(batch[0])[:, 0].float(), TensorDataset(*plain.batch_of(100, 7)), batch_size=2
         )
     ctx.finish()
-    return first, plain.arrays(model.named_parameters()), [*losses, mean]
-
-
-def plain_shards(ranks: RankGroup, reshard: bool | None) -> Any:
-    return plain.train_own_shards(ranks, reshard)
+    weights, final = plain.arrays(model.named_parameters()), load_file(ctx.run_dir / "final" / "model.safetensors")
+    assert is_equal(plain.arrays(final.items()), weights)  # not what the evaluation had gathered in bf16
+    return first, weights, [*losses, mean]
 
 
 @pytest.mark.parametrize("kind", ["stop", "kill"])
-@pytest.mark.parametrize("reshard", [None, False])
+@pytest.mark.parametrize("way", plain.OWN_SHARDS)
 def test_a_scripts_own_fsdp_goes_on_with_the_shards_whatever_a_validation_has_gathered(
-    tmp_path: Path, kind: str, reshard: bool | None
+    tmp_path: Path, kind: str, way: str
 ) -> None:
-    expected = run_ranks(plain_shards, 3, reshard)
+    expected = run_ranks(plain.train_own_shards, 3, way)
     for (_, weights, losses), (_, right) in zip(
-        run_ranks(own_shards, 3, tmp_path, 1, kind, reshard), expected, strict=True
+        run_ranks(own_shards, 3, tmp_path, 1, kind, way), expected, strict=True
     ):
         assert weights is None and losses == right[: len(losses)]
     for (first, weights, losses), (right_weights, right) in zip(
-        run_ranks(own_shards, 3, tmp_path, 2, None, reshard), expected, strict=True
+        run_ranks(own_shards, 3, tmp_path, 2, None, way), expected, strict=True
     ):
         assert first == 4 if kind == "kill" else first in (7, 8)
         assert losses == right[first:] and is_equal(weights, right_weights)
 
 
+def own_shards_by_batches(ranks: RankGroup, folder: Path, number: int) -> plain.Arrays:
+    ctx = make_context(folder, ranks, under_ctx.config(checkpoint=EVERY_1), number)
+    own = plain.OwnShards()
+    for _ in ctx.epochs(1, model=own.model, optimizer=own.optimizer):
+        with torch.no_grad():
+            own.model(plain.batch_of(100)[0])  # gathered where an epoch that was broken off is restored once more
+        for step in ctx.batches(range(STEPS)):
+            if interrupt(ctx, "kill" if number == 1 else None):
+                break
+            own.step(ranks, step)
+    return plain.arrays(own.model.named_parameters())
+
+
+def test_lines_before_a_pass_that_goes_on_may_gather_a_scripts_own_shards(tmp_path: Path) -> None:
+    expected = run_ranks(plain.train_own_shards, 3, "whole")
+    run_ranks(own_shards_by_batches, 3, tmp_path, 1)
+    for weights, (right, _) in zip(run_ranks(own_shards_by_batches, 3, tmp_path, 2), expected, strict=True):
+        assert is_equal(weights, right)
+
+
 def gathered_at_boundaries(ranks: RankGroup, folder: Path) -> list[bool]:
     """Return whether the root is gathered at each step's end, and at the beginning of the next."""
     ctx = make_context(folder, ranks, under_ctx.config())
-    model = plain.own_shards(None)
-    ctx.track(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2))
+    own = plain.OwnShards()
+    model = own.model
+    ctx.track(model=model, optimizer=own.optimizer)
     seen = []
     for _ in ctx.steps(3):
         seen.append(not isinstance(model.shift, DTensor))
