@@ -17,6 +17,7 @@ from jobkit.lightning.loader import ResumableLoader
 from jobkit.lightning.logger import JobkitLogger
 from jobkit.lightning.package import environments, lightning
 from jobkit.lightning.state import TrainerState
+from jobkit.log import log
 from jobkit.worker.context import Context
 
 FILE = "lightning.ckpt"
@@ -91,6 +92,21 @@ class JobkitCallback(lightning.Callback):  # type: ignore[misc]
             trainer.limit_train_batches = min(limit, batches) if type(limit) is int else batches
             trainer.val_check_interval = min(interval, batches) if type(interval) is int else interval
             trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Before Lightning restores its callbacks: a ModelCheckpoint drops the scores of another folder, as of Hydra's,
+        which has the date in its name."""
+        keepers = trainer.checkpoint_callbacks if trainer.ckpt_path == self.checkpoint else ()
+        for keeper in (each for each in keepers if isinstance(each, lightning.callbacks.ModelCheckpoint)):
+            state = checkpoint["callbacks"].get(keeper.state_key, {})
+            if (before := state.get("dirpath")) is not None and before != keeper.dirpath:
+                state["dirpath"] = keeper.dirpath
+                if trainer.is_global_zero:
+                    log.warning(
+                        "ModelCheckpoint has the folder %s now, and had %s: its scores are kept, and its files stay "
+                        "there; hydra.run.dir=FOLDER, or the same dirpath=, keeps them in one",
+                        *(keeper.dirpath, before),
+                    )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Lightning has restored its checkpoint. Raises UsageError if it read another checkpoint, or none."""

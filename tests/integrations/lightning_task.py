@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -131,4 +132,13 @@ def stream(ctx: jobkit.Context) -> dict[str, Any]:
 
 def script(ctx: jobkit.Context, **options: Any) -> dict[str, Any]:
     loader, held_out = DataLoader(Points(96), 8, shuffle=True), DataLoader(Points(32), 8)
-    return fit(ctx, Net(pause=ctx.params.get("pause", 0.0)), loader, held_out, max_epochs=4, **options)
+    folder = ctx.run_dir / "outputs" / str(ctx.attempt)  # another one in each attempt, as Hydra's
+    best = ModelCheckpoint(folder, monitor="val_loss", save_top_k=2)  # the first epoch is the best one
+    options = {"max_epochs": 4, "callbacks": [best]} | options
+    result = fit(ctx, Net(pause=ctx.params.get("pause", 0.0)), loader, held_out, **options)
+    files = {Path(best.best_model_path), *map(Path, best.best_k_models)}
+    return result | {
+        "scores": sorted(float(score) for score in best.best_k_models.values()),
+        "best": float(best.best_model_score),
+        "files": len([file for file in files if file.exists()]),
+    }

@@ -85,7 +85,8 @@ def test_a_script_with_a_trainer_is_stopped_and_killed_and_goes_on_exactly(tmp_p
     assert code == 0, output
     assert launch.status.result == expected.status.result
     assert launch.status.result is not None
-    assert {"val_loss", "train/error", "digest"} <= set(launch.status.result)
+    assert {"val_loss", "train/error", "digest", "scores"} <= set(launch.status.result)
+    assert "hydra.run.dir" in output
     for tag in ("train/loss_step", "train/loss_epoch", "val_loss"):
         assert points(launch, tag) == points(expected, tag)
     assert len(points(launch, "train/loss_step")) == 48
