@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from jobkit.errors import UsageError
@@ -151,6 +151,12 @@ class Epochs:
                 if isinstance(value, Loader):
                     hint = "give it a DataLoader of your own; ctx.loader's is for ctx.steps"
                 raise UsageError(f"ctx.batches keeps the place of its loader, and {name} is tracked too: {hint}")
+        for loader in loaders:
+            if isinstance(loader, DataLoader) and not issubclass(type(loader), DataLoader):  # by its __class__ alone
+                raise UsageError(
+                    f"ctx.batches: a {type(loader).__name__}, as accelerator.prepare makes it, hides the order of the "
+                    "DataLoader within it: leave the loader out of prepare, with a DistributedSampler on several ranks"
+                )
         return Batches(self, loaders)
 
     def run(self, loaders: Sequence[Any]) -> Iterator[Any]:

@@ -391,6 +391,31 @@ def test_a_loader_that_is_tracked_is_refused(tmp_path: Path, words: str) -> None
     ctx._tracked.close()
 
 
+class Prepared:
+    """As accelerate's: a DataLoader by its word alone, which iterates over the one within it."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.base_dataloader = loader
+
+    @property
+    def __class__(self) -> Any:
+        return DataLoader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["base_dataloader"], name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.base_dataloader)
+
+
+def test_a_loader_around_a_dataloader_is_refused(tmp_path: Path) -> None:
+    ctx = make_context(tmp_path, RankGroup.alone())
+    with pytest.raises(UsageError, match="leave the loader out of prepare"):
+        for _ in ctx.epochs(1, model=nn.Linear(1, 1)):
+            ctx.batches(Prepared(DataLoader(range(8), 4, shuffle=True)))  # type: ignore[arg-type]
+    ctx._tracked.close()
+
+
 def sized(
     ranks: RankGroup, folder: Path, attempt: int, stop: int | None, size: int, length: int
 ) -> tuple[list[list[int]], list[tuple[Any, ...]]]:
