@@ -400,8 +400,8 @@ class Context:
             raise UsageError(f"ctx.boundary({step}): {self.step} steps are done; steps only go up")
         elif (drill := self._loop.drill) is not None and step > drill.steps:
             raise UsageError(
-                f"jobkit verify takes {drill.steps} steps, and this loop goes on: give the command a value with which "
-                f"it ends, as steps={drill.steps}, or write one under `verify: {{params: ...}}` of the YAML"
+                f"jobkit verify takes {drill.steps} steps, and this loop goes on: add a param with which it ends, as "
+                f"params.steps={drill.steps}, to the command, or under `verify: {{params: ...}}` to the YAML"
             )
         elif step > self.step:
             self._loop.end_step(Boundary(step, epoch), is_last=is_last, due=evaluates)

@@ -82,4 +82,4 @@ def test_a_loop_that_goes_on_beyond_the_steps_of_a_verification_is_refused(tmp_p
     shutil.copytree(EXAMPLES / "plain", tmp_path, dirs_exist_ok=True)
     made = Project(tmp_path, yaml="name: plain\ntask: train:train\nparams: {max_iters: 12}\n", plain=False)
     done = made.jobkit("verify", str(made.yaml), "--local", "--steps", "8", check=False)
-    assert (done.returncode, "steps=8" in done.stderr) == (1, True), done.stderr
+    assert (done.returncode, "params.steps=8" in done.stderr) == (1, True), done.stderr
