@@ -78,7 +78,12 @@ EXIT_CODES = {
     usage.EXIT_INTERRUPTED: "Ctrl-C ended a command that only reads or waits",
 }
 API = {
-    "jobkit": [("worker/script.py", "init"), ("worker/context.py", "current"), ("checkpoint/export.py", "open_run")],
+    "jobkit": [
+        ("worker/script.py", "init"),
+        ("worker/context.py", "current"),
+        ("worker/values.py", "attributes"),
+        ("checkpoint/export.py", "open_run"),
+    ],
     "open_run(path)": [("checkpoint/export.py", name) for name in ("config", "params", "result", "weights")],
     "jobkit ": [("train/pipeline.py", "Blocks"), ("train/seeds.py", "derive_seed")],
     "jobkit.optim": [("train/optim.py", "EmaAdamW")],
