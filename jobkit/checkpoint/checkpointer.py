@@ -190,6 +190,11 @@ class Checkpointer:
             self.store.set_aside(step)
         self.ranks.barrier()
 
+    @property
+    def reads(self) -> bool:
+        """True where `restore` reads from a checkpoint: with the other ranks."""
+        return self.restored is not None or self._weights is not None
+
     def restore(self, entries: Sequence[Entry]) -> None:
         """Read entries from the checkpoint. If it is damaged, the one before it is read over it, into all entries so
         far. Raises CheckpointError where entries do not fit, or where no checkpoint verifies."""

@@ -303,8 +303,8 @@ class Context:
         """Make objects part of the checkpoint, by name; where the run continues they are restored before this returns.
 
         Objects have state_dict and load_state_dict, or are torch.Generators. The state of `objects` is equal on all
-        ranks; that of `per_rank` is another on each rank. Raises UsageError, and CheckpointError for a state that does
-        not fit.
+        ranks; that of `per_rank` is another on each rank. All ranks track the same names. Raises UsageError, and
+        CheckpointError for a state that does not fit.
         """
         if self._loop.call:
             raise UsageError("ctx.track comes before the loop: no attempt would restore what is tracked later")
@@ -414,6 +414,7 @@ class Context:
 
     def _begin_loop(self) -> None:
         """Before the first step: check that everything is tracked, and restore jobkit's own state last."""
+        self._tracked.check_ranks()
         made: list[tuple[str, Any]] = [
             ("the model of ctx.parallelize", module)
             for module in self._spread.modules

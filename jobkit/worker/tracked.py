@@ -91,6 +91,8 @@ class Tracked:
             self.objects[name] = value
             self.given.note(name, value)
             entries.append(self._entry(name, value, per_rank=name in per_rank))
+        if self.checkpointer.reads:
+            self.check_ranks()
         before = list(self.entries)
         is_first = not any(entry.live is self.given for entry in before)
         if is_first and any(self.given.is_about(value) for value in self.objects.values()):
@@ -202,6 +204,23 @@ class Tracked:
         return [value for value in shared if isinstance(value, nn.Module)]
 
     # The guards
+
+    def check_ranks(self) -> None:
+        """Raise UsageError, on all ranks, for a name that some ranks alone track. All ranks call it: before the first
+        step, and before a restore, for which a rank would wait alone."""
+        values = "calls ctx.values"
+        own = [values if isinstance(value, Values) else f"tracks {name}" for name, value in self.objects.items()]
+        everyones = self.checkpointer.ranks.gather(own)
+        for words in dict.fromkeys(chain(*everyones)):
+            does = [words in theirs for theirs in everyones]
+            if all(does):
+                continue
+            rank, name = does.index(True), words.removeprefix("tracks ")
+            alone = f"per_rank={{{name!r}: {name} if ctx.rank == {rank} else torch.nn.Identity()}}"
+            way = f"call ctx.track on every rank; what rank {rank} alone needs is ctx.track({alone})"
+            if words == values:
+                way = "call it on every rank, each has values of its own"
+            raise UsageError(f"rank {rank} {words}, rank {does.index(False)} does not: {way}")
 
     def check_made(self, made: list[tuple[str, Any]]) -> None:
         """Raise UsageError for an object of ctx's making that is not tracked. `made` are pairs of (words, object)."""

@@ -251,6 +251,80 @@ def test_a_trace_of_verify_has_each_ranks_samples_and_the_values_of_functions(tm
         assert list(values) == [0, 2, 4] and None not in values.values() and len(set(values.values())) == 3
 
 
+def on_one_rank(
+    ranks: RankGroup, folder: Path, rank: int, kind: str, number: int = 1, weights: Path | None = None
+) -> str:
+    """Track something on one rank alone; returns the words with which a rank refuses it."""
+    ctx = make_context(folder, ranks, Config(name="test", task="m:f", checkpoint=SAVES), number)
+    if weights is not None:
+        ctx._checkpointer.take_weights(weights)
+    try:
+        ctx.track(model=nn.Linear(1, 1))
+        if ranks.rank == rank and kind == "values":
+            ctx.values(best=0.0)
+        elif ranks.rank == rank:
+            ctx.track(**{"ema": {"ema": nn.Linear(1, 1)}, "buffer": {"per_rank": {"buffer": Buffer(rank)}}}[kind])
+        for _ in ctx.steps(6):
+            raise AssertionError("a step")
+    except UsageError as error:
+        return str(error)
+    finally:
+        ctx._tracked.close()
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("rank", "kind", "expected"),
+    [
+        (0, "ema", "rank 0 tracks ema, rank 1 does not: call ctx.track on every rank; what rank 0 alone needs is "),
+        (2, "buffer", "rank 2 tracks buffer, rank 0 does not: call ctx.track on every rank; what rank 2 alone needs "),
+        (1, "values", "rank 1 calls ctx.values, rank 0 does not: call it on every rank"),
+    ],
+    ids=["ema", "buffer", "values"],
+)
+def test_what_some_ranks_alone_track_is_refused_before_the_first_step(
+    tmp_path: Path, rank: int, kind: str, expected: str
+) -> None:
+    refusals = run_ranks(on_one_rank, 3, tmp_path, rank, kind)
+    assert [words[: len(expected)] for words in refusals] == [expected] * 3
+
+
+def average_of_rank_0(ranks: RankGroup, folder: Path, number: int, everywhere: bool) -> float | None:
+    """Train 3 steps more with an average; returns where the average begins on a rank that has it."""
+    ctx = make_context(folder, ranks, Config(name="test", task="m:f", checkpoint=CheckpointConfig(every=1)), number)
+    ema = nn.Linear(1, 1)
+    if everywhere:
+        ctx.track(model=nn.Linear(1, 1), ema=ema)
+    else:  # as the refusal says
+        ctx.track(model=nn.Linear(1, 1))
+        ctx.track(per_rank={"ema": ema if ctx.rank == 0 else nn.Identity()})
+    if number == 1:
+        nn.init.constant_(ema.weight, 0)
+    began = ema.weight.item()
+    for step in ctx.steps(20):
+        if step == 3 * number:
+            break
+        with torch.no_grad():
+            ema.weight += 1
+    ctx.close()
+    return began if everywhere or ctx.is_main else None
+
+
+@pytest.mark.parametrize("world_size", [3, 2])
+def test_what_rank_0_alone_needs_goes_on_with_it(tmp_path: Path, world_size: int) -> None:
+    assert run_ranks(average_of_rank_0, 3, tmp_path, 1, False) == [0, None, None]
+    assert run_ranks(average_of_rank_0, world_size, tmp_path, 2, False) == [3, *[None] * (world_size - 1)]
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_what_some_ranks_alone_track_is_refused_before_it_is_read(tmp_path: Path, weights_only: bool) -> None:
+    run_ranks(average_of_rank_0, 3, tmp_path, 1, True)
+    folder = RunDir(tmp_path / "test-01234567").checkpoint(2)
+    where = (tmp_path / "fork", 0, "ema", 1, folder) if weights_only else (tmp_path, 0, "ema", 2)
+    refusals = run_ranks(on_one_rank, 3, *where)
+    assert ["rank 0 tracks ema, rank 1 does not" in words for words in refusals] == [True] * 3, refusals
+
+
 def test_a_value_that_a_restore_would_replace_is_refused_at_first_and_said_later(tmp_path: Path) -> None:
     ctx = alone(tmp_path, 1)
     with pytest.raises(UsageError, match="rng is a Generator"):
