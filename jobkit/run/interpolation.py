@@ -20,6 +20,10 @@ RUN_DIR = "${run_dir}"
 KeyPath = tuple[str | int, ...]
 
 
+class NoValue(InputError):
+    """An expression leads to no value: it may be a text, or one that another program's config gives a value."""
+
+
 def resolve(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[KeyPath, tuple[str, Any]]]:
     """Return the values, and the expressions (with their values) that config.yaml keeps: expressions that read the
     environment, and those whose values would be read as an expression again.
@@ -35,7 +39,7 @@ def resolve(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[KeyPath, tuple
         tree = OmegaConf.create({"run_dir": f"\\{RUN_DIR}", **raw})  # with a backslash it is a text
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         key = re.sub(r"\[(\d+)\]", r".\1", str(getattr(error, "full_key", None) or ""))
-        raise InputError(_first_line(error), key=key, hint="a text with ${ in it is written \\${") from None
+        raise NoValue(_first_line(error), key=key, hint="a text with ${ in it is written \\${") from None
     expressions: dict[KeyPath, tuple[str, Any]] = {}
 
     def walk(node: Any, written: Any, path: KeyPath) -> Any:
@@ -71,6 +75,7 @@ def _value(node: Any, path: KeyPath, raw: Mapping[str, Any]) -> Any:
     from omegaconf import Container, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    kind: type[InputError] = NoValue
     key, hint = _dotted(path), ""
     try:
         value = node[path[-1]]
@@ -81,14 +86,14 @@ def _value(node: Any, path: KeyPath, raw: Mapping[str, Any]) -> Any:
         problem = _first_line(error)
         if missing := re.search(r"Missing mandatory value: ([\w.]+)", problem):
             key = missing[1] if "interpolation" in problem else key
-            problem, hint = "missing", f"give it a value: {key}=..."
+            kind, problem, hint = InputError, "missing", f"give it a value: {key}=..."
         elif unknown := re.match(r"Interpolation key '([^']*)' not found", problem):
             problem = f"${{{unknown[1]}}}: there is no such key"
             hint = nearest(unknown[1], keys_below(raw)) or f"the text itself is written \\${{{unknown[1]}}}"
         elif variable := re.search(r"Environment variable '([^']*)' not found", problem):
-            problem = f"the environment variable {variable[1]} is not set"
+            kind, problem = InputError, f"the environment variable {variable[1]} is not set"
             hint = f"type first: export {variable[1]}=..."
-        raise InputError(problem, key=key, hint=hint) from None
+        raise kind(problem, key=key, hint=hint) from None
 
 
 @contextmanager

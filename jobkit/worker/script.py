@@ -21,6 +21,9 @@ from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Any
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 from jobkit.errors import (
     EXIT_BAD_INPUT,
     EXIT_FAILED,
@@ -33,12 +36,13 @@ from jobkit.errors import (
 )
 from jobkit.log import configure, log
 from jobkit.run.identity import run_name
+from jobkit.run.interpolation import NoValue, resolve
 from jobkit.run.load import Loaded, load
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import runs_dir_of
 from jobkit.run.schema import AUTO, Config
 from jobkit.run.strict import build
-from jobkit.run.yamlfile import Places
+from jobkit.run.yamlfile import COMMAND_LINE, Places
 from jobkit.worker import launched
 from jobkit.worker.calls import fitting
 from jobkit.worker.context import Context
@@ -56,6 +60,10 @@ they say nothing of what is computed."""
 PLACES = {"rank": "rank", "gpu": "local_rank", "world_size": "world_size"}
 """Its arguments that mean the place of a rank, and the field of Topology; with another value they mean something
 else."""
+
+
+RESOLVED = "params=OmegaConf.to_container(cfg, resolve=True) gives it its value; a text with ${ in it is written \\${"
+"""What to type for an expression that stands in the params of a script."""
 
 
 def _exit_with(words: str) -> SystemExit:
@@ -106,11 +114,21 @@ def init(
         folder = runs_dir_of(Path(runs_dir) if runs_dir is not None else None)
         begun = launched.begin(loaded, RunDir(folder / run_name(loaded.config)), launch)
     except JobkitError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_of_init(error) if isinstance(error, InputError) else error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
     if begun is None:
         raise SystemExit(EXIT_FINISHED)
     return _opened(begun.rank, begun.joined, begun)
+
+
+def _of_init(error: InputError) -> InputError:
+    """Return an error with the place of its value in the script: no file and no command line has the arguments."""
+    argument, _, key = error.key.partition(".")
+    if error.file not in (None, COMMAND_LINE) or argument not in ("name", "params", "seed"):
+        return error
+    place = f"jobkit.init({argument}=...)" + (f": {key}" if key else "")
+    hint = RESOLVED if isinstance(error, NoValue) else error.hint
+    return InputError(error.problem, key=place, found=error.found, allowed=error.allowed, hint=hint)
 
 
 def _program() -> list[str]:
@@ -124,8 +142,8 @@ def _values(params: Mapping[str, Any] | None, topology: Topology) -> dict[str, A
         raise InputError(key="jobkit.init(params=...)", found=params, allowed="a mapping of names to plain values")
     places = dataclasses.asdict(topology)
     return {
-        str(key): _plain(key, value)
-        for key, value in (params or {}).items()
+        str(key): _plain(str(key), value)
+        for key, value in (_contained("", params) or {}).items()
         if key not in OF_LAUNCHER and not (key in PLACES and value == places[PLACES[key]])
     }
 
@@ -148,21 +166,36 @@ def _loaded(name: str | None, values: dict[str, Any], seed: int | str | None) ->
         "resources": {"gpus_per_task": AUTO},
     }
     config = build(Config, values)
-    return Loaded(config=config, places=Places(Path(sys.argv[0])), notes=[], expressions={})
+    loaded = Loaded(config=config, places=Places(Path(sys.argv[0])), notes=[], expressions={})
+    # As ranks and commands read it: else they would refuse a config.yaml that nobody wrote.
+    resolve(loaded.written)
+    return loaded
+
+
+def _contained(key: str, value: Any) -> Any:
+    """Return the values of a config of OmegaConf's. Raises InputError for one without a value."""
+    if not OmegaConf.is_config(value):
+        return value
+    try:
+        return OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        inner = f"{key}.{error.full_key or ''}".strip(".")
+        raise InputError(str(error).splitlines()[0], key=f"params.{inner}", hint="give it a value before") from None
 
 
 def _plain(key: str, value: Any) -> Any:
     """A param as a YAML can hold it. Raises InputError for an object that no text names."""
+    value = _contained(key, value)
     if isinstance(value, Mapping):
-        return {str(name): _plain(key, item) for name, item in value.items()}
+        return {str(name): _plain(f"{key}.{name}", item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(key, item) for item in value]
+        return [_plain(f"{key}.{number}", item) for number, item in enumerate(value)]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, PurePath) or type(value).__module__ == "torch":  # a device, a dtype
         return str(value)
     allowed = "numbers, texts, paths, None, and lists and mappings of them: leave it out"
-    raise InputError(key=f"jobkit.init(params={{{key!r}: ...}})", found=value, allowed=allowed)
+    raise InputError(key=f"params.{key}", found=value, allowed=allowed)
 
 
 def _opened(rank: Rank, joined: Any, begun: Launched | None) -> Context:
