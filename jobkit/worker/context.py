@@ -469,8 +469,8 @@ class Context:
     # Logging
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Log numbers, or tensors of one element, to TensorBoard at the current step; None is left out. Any rank may
-        call it; rank 0's are written.
+        """Log numbers, or tensors and arrays of one element, to TensorBoard at the current step; None is left out. Any
+        rank may call it; rank 0's are written.
 
         ctx.log({"train/loss": loss})
         """

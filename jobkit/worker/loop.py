@@ -31,7 +31,7 @@ from jobkit.worker.decide import Decision, Wish, decide
 from jobkit.worker.health import Health, NotFinite
 from jobkit.worker.own_time import OwnTime
 from jobkit.worker.rank import Rank
-from jobkit.worker.reporter import Reporter
+from jobkit.worker.reporter import Reporter, as_number
 from jobkit.worker.signals import take_stop_signals_again
 from jobkit.worker.timing import Timing
 from jobkit.worker.trace import Trace
@@ -426,6 +426,6 @@ def _number(value: Any) -> float:
     if isinstance(value, torch.Tensor) and value.numel() != 1:
         raise UsageError(f"a function of every= returned a tensor of {list(value.shape)}, expected numbers")
     try:
-        return float(value)
+        return as_number(value)
     except (TypeError, ValueError) as error:
         raise UsageError(f"a function of every= returned a value that is no number: {value!r}") from error

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
 import torch
 
 from jobkit.errors import UsageError
@@ -38,6 +39,13 @@ VALUES_SHOWN = 8
 
 MIRROR_SECONDS = 20.0
 """How long a finished run waits for its copies at other services."""
+
+
+def as_number(value: Any) -> float:
+    """Return a number, or a tensor or an array of one element, as a float. Raises what float() does for others."""
+    if isinstance(value, np.ndarray) and value.size == 1:
+        value = value.reshape(())  # float() takes a tensor of any shape, and an array without dimensions alone
+    return float(value)
 
 
 class Reporter:
@@ -94,8 +102,8 @@ class Reporter:
     # Curves
 
     def log(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Log numbers, or tensors of one element. Raises UsageError for any other value. Returns them as they are now:
-        numbers, and of tensors of a device copies."""
+        """Log numbers, or tensors and arrays of one element. Raises UsageError for any other value. Returns them as
+        they are now: numbers, and of tensors of a device copies."""
         now: dict[str, Any] = {}
         for tag, value in values.items():
             if value is None:
@@ -107,7 +115,7 @@ class Reporter:
                     now[tag] = self._on_device[tag] = value.clone()
                     continue
             try:
-                now[tag] = self.logged[tag] = float(value)
+                now[tag] = self.logged[tag] = as_number(value)
             except (TypeError, ValueError, RuntimeError) as error:
                 raise UsageError(f"ctx.log: {tag} at step {step} is not one number: {error}") from None
         return now

@@ -377,6 +377,38 @@ def test_an_optimizer_is_tracked_by_its_wrapper(tmp_path: Path) -> None:
     ctx.finish()
 
 
+ONES = {
+    "array": np.array([0.5]),
+    "matrix": np.array([[0.5]], np.float32),
+    "plain": np.array(0.5),
+    "scalar": np.float32(0.5),
+    "tensor": torch.tensor([[0.5]]),
+}
+
+
+def test_one_number_is_logged_in_whatever_holds_it(tmp_path: Path) -> None:
+    ctx = alone(tmp_path, 1000)
+    ctx.track(model=nn.Linear(1, 1))
+    for _ in ctx.steps(1, every={lambda: {f"every/{name}": value for name, value in ONES.items()}: 1}):
+        ctx.log(ONES)
+        for several in ([0.5], np.array([0.5, 0.5]), np.array([]), torch.zeros(2)):
+            with pytest.raises(UsageError, match="wrong at step 0 is not one number"):
+                ctx.log({"wrong": several})
+    ctx.finish()
+    for tag in [*ONES, *(f"every/{name}" for name in ONES)]:
+        values = {value.tensor.float_val[0] for _, value in logged(tmp_path / "test-01234567" / "tensorboard", tag)}
+        assert values == {0.5}, tag
+
+
+def test_a_loss_in_an_array_that_is_no_number_is_found(tmp_path: Path) -> None:
+    ctx = alone(tmp_path, 1000)
+    ctx.track(model=nn.Linear(1, 1))
+    with pytest.raises(NotFinite):
+        for _ in ctx.steps(3):
+            ctx.log({"loss": np.array([math.nan])})
+    ctx._tracked.close()
+
+
 def test_a_value_that_is_none_is_left_out_of_the_curves(tmp_path: Path) -> None:
     ctx = alone(tmp_path, 1000)
     ctx.track(model=nn.Linear(1, 1))
