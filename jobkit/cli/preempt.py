@@ -39,11 +39,14 @@ def _preempt(run: RunDir, *, grace: bool) -> int:
             print(f"{run.name} was asked to stop and has not yet; {to_type('status', run.path)}")
             return EXIT_FAILED
         time.sleep(LOOK_SECONDS)
-    step = "" if ended.last_step is None else f" at step {ended.last_step}"
-    print(f"{run.name}: attempt {number} ended{step} ({ended.cause})")
+    at = "" if ended.last_step is None else f" at step {ended.last_step}"
+    print(f"{run.name}: attempt {number} ended{at} ({ended.cause})")
     if ended.next in ("stop", "fail") and ended.cause != "finished":
         print(f"it does not continue by itself ({ended.reason}); {to_continue(run.path, now.status.submitted)}")
     elif ended.cause != "finished":
-        kept = "from its start" if ended.durable_step is None else f"from step {ended.durable_step} or later"
+        # In place it goes on from the memory of its job, where the snapshot is that it began with, or a newer one.
+        states = [ended.snapshot_step, ended.first_step] if ended.next == "in_place" else []
+        step = max((step for step in (ended.durable_step, *states) if step is not None), default=0)
+        kept = f"from step {step} or later" if step else "from its start"
         print(f"it continues by itself {kept}; {to_type('status', run.path)}")
     return EXIT_FINISHED

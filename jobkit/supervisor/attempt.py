@@ -22,7 +22,7 @@ from jobkit.run.journal import Journal
 from jobkit.run.records import Began, Cancelled, Refused, Requeued
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Attempt, Status
-from jobkit.supervisor.closing import REQUESTS, cancel_of, end_attempt, facts_of_lost, facts_of_rescue
+from jobkit.supervisor.closing import REQUESTS, Unsaved, cancel_of, end_attempt, facts_of_lost, facts_of_rescue
 from jobkit.supervisor.diagnosis import Facts
 from jobkit.supervisor.retry import Decision, Room
 from jobkit.supervisor.tenure import Me, NotRunnable, Tenure, way_back
@@ -63,11 +63,12 @@ def take_over(run: RunDir, me: Me) -> Tenure:
         return tenure
 
 
-def begin(tenure: Tenure, nodes: list[str], ranks: int) -> int:
+def begin(tenure: Tenure, nodes: list[str], ranks: int, *, is_saved: bool = True) -> int:
     """Journal a new attempt and return its number.
 
     Raises NotRunnable (cancelled, or submitted again meanwhile), LostLease, and OSError where the disk is full: an
-    attempt that is not in the journal does not begin.
+    attempt that is not in the journal does not begin. With `is_saved=False` it raises Unsaved before it journals an end
+    while the newest snapshot is in memory alone.
     """
     run, me, journal = tenure.run, tenure.me, tenure.journal
     with run.begin_lock():
@@ -75,9 +76,12 @@ def begin(tenure: Tenure, nodes: list[str], ranks: int) -> int:
         journal.flush()  # the end of the last attempt may still wait for room on the disk
         journal.refresh()
         _refuse(journal.status, me, None)
-        _checked(run, me, run.refuse_foreign)  # somebody may have written there since: each try would end in its ranks
+        is_saved = is_saved or unsaved_step(tenure) is None
+        _checked(run, me, run.refuse_foreign, is_saved=is_saved)  # somebody may have written there since
         assert journal.status.open_attempt is None, "the last attempt is not closed"
         if (request := cancel_of(journal.status, run)) is not None:
+            if not is_saved:
+                raise Unsaved
             journal.append(Cancelled(user=request.user))
             raise _over(journal.status)
         began = _next_attempt(tenure, nodes, ranks)
@@ -126,23 +130,27 @@ def pause(tenure: Tenure) -> float:
     return min(ended.next_at - ended.time, ended.next_at - time.time())
 
 
-def unsaved_step(tenure: Tenure) -> int | None:
-    """Return the step of the newest snapshot that this job's agents may have; None where a checkpoint is as new."""
+def unsaved_step(tenure: Tenure, facts: Facts | None = None) -> int | None:
+    """Return the step of the newest snapshot that this job's agents may have; None where a checkpoint is as new.
+
+    `facts` are those of an attempt that is still open.
+    """
     ends = [attempt.ended for attempt in tenure.journal.status.attempts if tenure.me.began(attempt)]
-    steps = [ended.snapshot_step for ended in ends if ended is not None and ended.snapshot_step is not None]
+    steps = [ended.snapshot_step for ended in (*ends, facts) if ended is not None and ended.snapshot_step is not None]
     newest, durable = max(steps, default=-1), tenure.run.durable_step()
     return newest if newest > (-1 if durable is None else durable) else None
 
 
-def close(tenure: Tenure, facts: Facts, room: Room) -> Decision:
+def close(tenure: Tenure, facts: Facts, room: Room, *, is_saved: bool = True) -> Decision:
     """Journal the end of the open attempt, and return the next step. Harmless to call twice. Raises LostLease.
 
-    A full disk does not raise: the events wait in `tenure.journal`, whose `flush` is to be tried again.
+    A full disk does not raise: the events wait in `tenure.journal`, whose `flush` is to be tried again. With
+    `is_saved=False` it raises Unsaved, as `begin`.
     """
     with tenure.run.begin_lock():
         tenure.check_lease()
         tenure.journal.refresh()
-        return end_attempt(tenure, facts, room)
+        return end_attempt(tenure, facts, room, is_saved=is_saved or unsaved_step(tenure, facts) is None)
 
 
 def rescue(run: RunDir, me: Me, writer: str, dead_node: str | None = None) -> Tenure | None:
@@ -195,11 +203,13 @@ def _take_lease(run: RunDir, me: Me, attempt: int) -> Tenure:
     return tenure
 
 
-def _checked(run: RunDir, me: Me, check: Callable[[], T]) -> T:
+def _checked(run: RunDir, me: Me, check: Callable[[], T], *, is_saved: bool = True) -> T:
     """Return the result of a check; raise NotRunnable where a person must submit the run again."""
     try:
         return check()
     except InputError as error:
+        if not is_saved:
+            raise Unsaved from error
         Journal(run).append(Refused(token=me.token, error=str(error)))
         raise NotRunnable(str(error), EXIT_RUN_FAILED) from error
 

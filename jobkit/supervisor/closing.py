@@ -43,8 +43,18 @@ def cancel_of(status: Status, run: RunDir) -> Request | None:
     return request if request is not None and request.kind == "cancel" else None
 
 
-def end_attempt(tenure: Tenure, facts: Facts, room: Room) -> Decision:
-    """Journal the end of the open attempt and return the next step; without one, the decision after the last."""
+class Unsaved(Exception):
+    """Nothing is journalled yet: it would end this job's part in the run, whose newest snapshot is in memory alone.
+
+    Whoever reads the journal counts on what is on the disk: `cancel` names it, and the next submission begins with it.
+    """
+
+
+def end_attempt(tenure: Tenure, facts: Facts, room: Room, *, is_saved: bool = True) -> Decision:
+    """Journal the end of the open attempt and return the next step; without one, the decision after the last.
+
+    With `is_saved=False` it raises Unsaved instead where no attempt follows in this job.
+    """
     run, journal, status = tenure.run, tenure.journal, tenure.journal.status
     attempt, is_command = status.open_attempt, bool(tenure.config.command)
     if attempt is None:
@@ -64,7 +74,6 @@ def end_attempt(tenure: Tenure, facts: Facts, room: Room) -> Decision:
         verdict = Verdict(cause="cancelled")
     steps = [end.step for end in traces.ends] + [exited.step for exited, _ in facts.exits if exited.step >= 0]
     steps += [progress.step] if progress is not None else []  # this report may be older than the death
-    snapshots = [exited.snapshot_step for exited, _ in facts.exits if exited.snapshot_step is not None]
     ended = Ended(
         attempt=number,
         time=time.time(),
@@ -72,7 +81,7 @@ def end_attempt(tenure: Tenure, facts: Facts, room: Room) -> Decision:
         first_step=progress.first_step if progress is not None else None,
         last_step=max((step for step in steps if step is not None), default=None),
         durable_step=run.durable_step(),
-        snapshot_step=min(snapshots, default=None) if len(snapshots) == len(facts.exits) else None,
+        snapshot_step=facts.snapshot_step,
         **(progress.repeats or {} if progress is not None else {}),
         loop_began=progress.loop_began if progress is not None else None,
         last_seen=progress.time if progress is not None else None,
@@ -83,6 +92,8 @@ def end_attempt(tenure: Tenure, facts: Facts, room: Room) -> Decision:
         decision = decide(fold(status, ended).attempts, tenure.config.retry, room, command=is_command)
     else:
         decision = Decision(action="successor", reason="the run was submitted again")
+    if not is_saved and decision.action != "in_place":
+        raise Unsaved
     is_tried = decision.action in ("in_place", "requeue", "successor")
     ended = replace(
         ended,

@@ -88,6 +88,12 @@ class Facts:
     word: StopCause | None = None
     """Slurm's word (`slurm.jobs.stop_cause`); None if Slurm gives no reason or no answer, and on this machine."""
 
+    @property
+    def snapshot_step(self) -> int | None:
+        """See records.Ended."""
+        steps = [exited.snapshot_step for exited, _ in self.exits if exited.snapshot_step is not None]
+        return min(steps, default=None) if len(steps) == len(self.exits) else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Traces:

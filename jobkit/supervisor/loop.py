@@ -26,7 +26,7 @@ from jobkit.supervisor.agents import Agent, Agents, Lost, News
 from jobkit.supervisor.allocation import MARGIN_SECONDS, Allocation, Look, margin_of
 from jobkit.supervisor.attempt import EXIT_RUN_FAILED
 from jobkit.supervisor.background import Background
-from jobkit.supervisor.closing import REQUESTS, request_of
+from jobkit.supervisor.closing import REQUESTS, Unsaved, request_of
 from jobkit.supervisor.protocol import LOCAL, Hello, Signal, Signalled, SignalName
 from jobkit.supervisor.retry import Decision
 from jobkit.supervisor.running import Pressure, Running
@@ -131,8 +131,6 @@ class Supervisor:
             decision = self._close(running)
             notify.tell_waiting(self.tenure.run)
             if decision.action != "in_place":
-                if not running.alive:
-                    self._salvage()
                 code = self._leave(decision)
                 while running.alive:  # they save in the KillWait that Slurm leaves them; it ends this process too
                     self._turn()
@@ -172,12 +170,12 @@ class Supervisor:
             if not nodes and problem is None:
                 self._turn()
         stop = None if nodes else self._reason()
-        if not nodes:  # now: once the reason is in the journal, somebody may submit the run again
+        if not nodes:  # now: a supervisor that took over an attempt without ranks would wait for them
             self._salvage()
         used = nodes or self.starter.used
         ranks = sum(map(len, self.starter.places(nodes).values())) if nodes else 0
         names = [] if used == [LOCAL] else used
-        number = self._once_there_is_room(lambda: attempts.begin(self.tenure, names, ranks))
+        number = self._once_saved(lambda is_saved: attempts.begin(self.tenure, names, ranks, is_saved=is_saved))
         self._started_at = time.monotonic()
         ends = min(self.look.ends, self._started_at + self.allocation.attempt_seconds)
         messages = self.starter.messages(number, nodes, ends) if nodes else {}
@@ -195,6 +193,14 @@ class Supervisor:
 
     def _once_there_is_room(self, act: Callable[[], T]) -> T:
         return once_there_is_room(act, lambda: self._turn(time.monotonic() + DISK_SECONDS))
+
+    def _once_saved(self, act: Callable[[bool], T]) -> T:
+        """Return the result of `act(is_saved)`, which journals; before an end it has the newest snapshot saved."""
+        try:
+            return self._once_there_is_room(lambda: act(False))
+        except Unsaved:
+            self._salvage()
+            return self._once_there_is_room(lambda: act(True))
 
     def _follow(self, number: int, alive: dict[int, str]) -> Running:
         folder = self.tenure.run.ends_folder(number)
@@ -223,7 +229,9 @@ class Supervisor:
         Ranks of the last attempt's number do it, which run no program of the user's. If they fail, or are killed
         meanwhile, the older checkpoint stays.
         """
-        step, stop, last = attempts.unsaved_step(self.tenure), self._reason(), self.running
+        stop, last = self._reason(), self.running
+        facts = last.facts if last is not None else None
+        step = attempts.unsaved_step(self.tenure, facts)
         attempt = self.tenure.journal.status.attempt
         if step is None or attempt is None or (stop is not None and stop.end <= time.monotonic()):
             return
@@ -243,8 +251,9 @@ class Supervisor:
         while running.alive:
             self._turn()
         self.running = last
-        self.agents.acknowledge_exits()
-        if attempts.unsaved_step(self.tenure) is not None:
+        if last is None:  # else the ends of its ranks are not in the journal yet
+            self.agents.acknowledge_exits()
+        if attempts.unsaved_step(self.tenure, facts) is not None:
             log.warning("the snapshot of step %d was not saved: logs/%d may say why", step, attempt.number)
 
     # While ranks live
@@ -334,7 +343,9 @@ class Supervisor:
         attempt = self.tenure.journal.status.attempt
         if attempt is None or attempt.number != request.attempt:
             return False
-        return attempt.ended is None or attempt.ended.cause != REQUESTS[request.kind]
+        if attempt.ended is None:
+            return self._started_at < math.inf  # else its ranks have ended, and its end is being journalled
+        return attempt.ended.cause != REQUESTS[request.kind]
 
     @property
     def _person_waits(self) -> bool:
@@ -367,7 +378,13 @@ class Supervisor:
         self.starter.lost |= {lost.node for lost in facts.lost_nodes}
         facts.word = self.look.cause
         room = self.allocation.room(self.tenure, self.look, self.starter.placement)
-        decision = self._once_there_is_room(lambda: attempts.close(self.tenure, facts, room))
+        ranks_live = bool(running.alive)
+        if not ranks_live:
+            self._started_at = math.inf
+        decision = self._once_saved(
+            # Ranks that live save themselves; Slurm leaves this process no time to wait for them.
+            lambda is_saved: attempts.close(self.tenure, facts, room, is_saved=is_saved or ranks_live)
+        )
         log.info("attempt %d ended: %s (%s)", running.attempt, decision.reason, decision.action)
         ended = self.tenure.journal.status.attempt
         if ended is not None and ended.ended is not None and ended.ended.cause == "disk":

@@ -1,6 +1,7 @@
 """The training function of tests about pauses: once it has failed it fails at each import, until the test removes that.
 
-fault      the step at which all ranks fail; the snapshot of this step is complete by then
+fault      the step at which all ranks fail; the snapshot of this step is complete by then. `20 cancel`: they wait for
+           this request of a person first
 fault.used they have failed there
 """
 
@@ -27,13 +28,16 @@ if USED.exists():
 def train(ctx: jobkit.Context) -> dict[str, Any]:
     ctx.track(model=ctx.parallelize(torch.nn.Linear(2, 1)))
     state = ctx.values(sum=0)
-    fault, loop_began = int(FAULT.read_text()), time.time()
+    loop_began = time.time()
+    fault, *requests = FAULT.read_text().split()
     for step in ctx.steps(ctx.params.steps):
-        if step == fault:
+        if step == int(fault):
             if ctx.is_main:
                 USED.touch()
             wait_for_snapshot(step)
             train_longer_than_the_start(ctx, loop_began)
+            while not all((ctx.run_dir / "requests" / f"{request}.json").exists() for request in requests):
+                time.sleep(0.01)
             raise RuntimeError("the data server is away")
         state.sum += step
         if ctx.is_main:

@@ -26,13 +26,13 @@ def failing_project(project: Project) -> Project:
     return project
 
 
-def fail_at(project: Project, step: int, pause: int = 1) -> None:
+def fail_at(project: Project, step: int, pause: int = 1, request: str = "") -> None:
     """Let the next attempt fail at a step, and all after it at their imports; -1: none.
 
-    Pauses of the next submission are so many times as long.
+    Pauses of the next submission are so many times as long. With a `request` the ranks wait for it before they fail.
     """
+    project.write("fault", f"{step} {request}")  # first: an attempt may begin as soon as the other file is gone
     (project.folder / "fault.used").unlink(missing_ok=True)
-    project.write("fault", str(step))
     project.environment["JOBKIT_TEST_PAUSE"] = str(pause)
 
 

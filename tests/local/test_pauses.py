@@ -11,7 +11,36 @@ from conftest import pids
 from harness.pauses import SHORT, YAML, fail_at, failing_project, wait_for_pause
 from harness.runs import Launch, Project, parent_of, wait_until
 
+from jobkit.run.journal import events
+
 FOREGROUND = ("submit", "exp.yaml", "--local", "resources.nodes=3")
+
+BEGINS_LATE = """\
+import os, time
+from jobkit.supervisor import attempt
+begin = attempt.begin
+def begin_late(tenure, *words, **options):
+    while tenure.me.began(tenure.journal.status.attempt) and not tenure.run.request_file("cancel").exists():
+        time.sleep(0.01)
+    return begin(tenure, *words, **options)
+if os.environ.get("BEGINS_LATE"):
+    attempt.begin = begin_late
+"""
+"""The next attempt of a job begins as a cancel comes: the supervisor has looked for one before."""
+
+DIES = """\
+import os
+from jobkit.supervisor import attempt
+close = attempt.close
+def close_later(tenure, *words, is_saved):
+    died = tenure.run.outputs / "supervisor died"
+    if is_saved and os.environ.get("DIES") and not died.exists():
+        died.touch()
+        os._exit(1)
+    return close(tenure, *words, is_saved=is_saved)
+attempt.close = close_later
+"""
+"""A supervisor dies once it has the newest snapshot saved, before it journals the end."""
 
 
 def agent_pids(launch: Launch) -> list[int]:
@@ -41,7 +70,7 @@ def test_a_run_that_is_stopped_in_a_pause_goes_on_from_its_newest_snapshot(
     assert launch.run.durable_steps() == [20]
     assert [attempt.began.ranks for attempt in launch.status.attempts] == [3, 3, 0], "a stop in a pause has no ranks"
     saved = (launch.run.checkpoint(20) / "manifest.json").stat().st_mtime
-    assert saved < launch.ends[2].time, "before the journal says that the run may be submitted again"
+    assert saved < launch.status.attempts[2].began.time
 
     fail_at(project, step=40, pause=30)  # 60 s: it is written down before anything happens
     project.jobkit(*FOREGROUND, "--detach")
@@ -64,9 +93,13 @@ def test_a_run_that_is_stopped_in_a_pause_goes_on_from_its_newest_snapshot(
     project.jobkit("cancel", "-y", launch.run.name)
     launch.wait_until_over()
 
+    project.begin_with("jobkit.supervisor.main", DIES)
+    project.environment["DIES"] = "1"
     fail_at(project, step=80)
     assert project.jobkit(*FOREGROUND, "retry.crash=0", check=False).returncode == 1
     assert launch.run.durable_steps() == [40, 60, 80]
+    assert (launch.run.outputs / "supervisor died").exists()
+    assert launch.causes[-1] == "crashed", "the next supervisor has heard how the ranks ended"
 
     fail_at(project, step=-1)
     project.jobkit(*FOREGROUND)
@@ -74,3 +107,41 @@ def test_a_run_that_is_stopped_in_a_pause_goes_on_from_its_newest_snapshot(
     assert [step for steps in done for step in steps] == list(range(90)), "none is repeated"
     assert [steps[0] for steps in done] == [0, 20, 40, 60, 80]
     assert launch.status.result == {"sum": sum(range(90))}
+
+
+def test_a_command_names_the_newest_snapshot_of_ranks_that_have_just_died(
+    tmp_path: Path, no_process_left: None
+) -> None:
+    project = failing_project(Project(tmp_path / "project", None, YAML, plain=False))
+    project.begin_with("jobkit.supervisor.main", BEGINS_LATE)
+    used = project.folder / "fault.used"
+    fail_at(project, step=20, request="preempt")
+    project.jobkit(*FOREGROUND, "--detach")
+    launch = project.only_run()
+    wait_until(used.exists, "the fault")
+    assert "from step 20 or later" in project.jobkit("preempt", "-y", launch.run.name).stdout
+
+    def assert_cancelled_after_the_save_of(step: int) -> None:
+        said = project.jobkit("cancel", "-y", launch.run.name).stdout
+        saved = (launch.run.checkpoint(step) / "manifest.json").stat().st_mtime
+        *_, cancelled = events(launch.run)
+        assert (cancelled.kind, f"the checkpoint of step {step} is kept" in said) == ("cancelled", True), said
+        assert saved < cancelled.time, "before the journal says that the run may be submitted again"
+        wait_until(lambda: not launch.run.alive_lock().is_held(), "the end of the job")
+
+    fail_at(project, step=40, request="cancel")  # they have died, and their end is not in the journal
+    wait_until(used.exists, "the fault")
+    assert_cancelled_after_the_save_of(40)
+
+    project.environment["BEGINS_LATE"] = "1"
+    fail_at(project, step=60)  # it is, and the next ones do not live yet
+    project.jobkit(*FOREGROUND, "--detach")
+    wait_until(lambda: launch.causes[-1] == "crashed" and launch.status.open_attempt is None, "the end of the attempt")
+    assert_cancelled_after_the_save_of(60)
+
+    project.environment["BEGINS_LATE"] = ""
+    fail_at(project, step=-1)
+    project.jobkit(*FOREGROUND)
+    done = launch.steps_done.values()
+    assert [step for steps in done for step in steps] == list(range(90)), "none is repeated"
+    assert [steps[0] for steps in done] == [0, 20, 40, 60]

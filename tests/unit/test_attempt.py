@@ -24,6 +24,7 @@ from jobkit.run.records import Cancelled, End, Ended, Progress, Refused, Request
 from jobkit.run.rundir import RunDir
 from jobkit.slurm.jobs import Job
 from jobkit.supervisor.attempt import EXIT_RUN_FAILED, begin, close, pause, rescue, take_over, unsaved_step
+from jobkit.supervisor.closing import Unsaved
 from jobkit.supervisor.diagnosis import Facts, LostNode
 from jobkit.supervisor.protocol import Exited
 from jobkit.supervisor.retry import PAUSES, Room
@@ -96,6 +97,31 @@ def test_a_snapshot_counts_once_all_ranks_have_completed_it(run: RunDir, steps: 
     tenure = started(run)
     close(tenure, Facts(exits=[(exited, "node1") for exited in exits]), HERE)
     assert (last_end(run).snapshot_step, unsaved_step(tenure)) == (newest, newest)
+
+
+def test_no_end_is_journalled_before_the_newest_snapshot_is_saved(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command, or the next submission, would count on the checkpoint before. What follows in place has the memory."""
+    killed = Exited(serial=1, attempt=1, rank=0, code=-9, step=41, snapshot_step=40)
+    facts = Facts(exits=[(killed, "node1")])
+    tenure = started(run)
+    with pytest.raises(Unsaved):
+        close(tenure, facts, QUEUE, is_saved=False)
+    assert (kinds(run)[-1], unsaved_step(tenure, facts)) == ("attempt began", 40)
+    assert close(tenure, facts, HERE, is_saved=False).action == "in_place"
+
+    monkeypatch.setattr("jobkit.run.rundir.foreign_owner", lambda path, folder: "eve")
+    run.config_file.touch()
+    with pytest.raises(Unsaved):
+        begin(tenure, ["node1"], 1, is_saved=False)
+    monkeypatch.undo()
+    ask_for(run, "cancel")
+    with pytest.raises(Unsaved):
+        begin(tenure, ["node1"], 1, is_saved=False)
+    assert kinds(run)[-1] == "attempt ended"
+    (run.checkpoints / "step_00000040").mkdir(parents=True)
+    with pytest.raises(NotRunnable):
+        begin(tenure, ["node1"], 1, is_saved=False)
+    assert read_status(run).state == "cancelled"
 
 
 def test_attempts_begin_and_end_until_the_run_is_finished(run: RunDir) -> None:

@@ -515,19 +515,25 @@ def test_a_sweep_is_cancelled_before_its_first_run_exists(tmp_path: Path) -> Non
     assert sweep_cancel_file(file).exists()
 
 
-@pytest.mark.parametrize(("follows", "words", "grace"), [("in_place", [], None), ("fail", ["--no-grace"], 0.0)])
+@pytest.mark.parametrize(
+    ("follows", "words", "grace", "shows"),
+    [
+        ("in_place", [], None, "from step 60 or later"),
+        ("requeue", [], None, "from step 40 or later"),  # the memory goes with the job
+        ("fail", ["--no-grace"], 0.0, "jobkit resume"),
+    ],
+)
 def test_preempt_waits_for_the_end_of_the_attempt(
-    tmp_path: Path, capsys: Capture, follows: str, words: list[str], grace: float | None
+    tmp_path: Path, capsys: Capture, follows: str, words: list[str], grace: float | None, shows: str
 ) -> None:
     run = make_run(tmp_path, NAME, submitted(), began())
-    join = _supervisor(run, "preempt", ended("preempted", follows, last_step=60, durable_step=60))
+    end = ended("preempted", follows, last_step=70, durable_step=40, first_step=50, snapshot_step=60)
+    join = _supervisor(run, "preempt", end)
     assert main(["preempt", NAME, *words]) == 0
     join()
     request = run.request("preempt")
     assert request is not None and request.grace == grace
-    shown = capsys.readouterr().out
-    assert ("from step 60" in shown) == (follows == "in_place")
-    assert ("jobkit resume" in shown) == (follows == "fail")
+    assert shows in capsys.readouterr().out
 
 
 def test_preempt_looks_again_while_the_run_directory_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

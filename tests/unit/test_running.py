@@ -176,7 +176,10 @@ def test_a_request_is_about_one_attempt_or_the_pause_after_it(tmp_path: Path) ->
         return supervisor._reason() is not None
 
     journal.note(Began(attempt=2, token="t", job_id="7"))
+    supervisor._started_at = time.monotonic()
     assert (is_stopped_by(1), is_stopped_by(2)) == (False, True)
+    supervisor._started_at = math.inf
+    assert not is_stopped_by(2), "it has no ranks to stop any more, and its snapshot is being saved"
     journal.note(Ended(attempt=2, cause="crashed", next="in_place"))
     assert is_stopped_by(2)
     journal.note(Ended(attempt=2, cause="preempted", next="in_place"))
