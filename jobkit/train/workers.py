@@ -35,8 +35,13 @@ def _end_of_process() -> mmap.mmap:
     if os.getpid() not in _ENDS:
         _ENDS.clear()
         flag = _ENDS[os.getpid()] = mmap.mmap(-1, 1)
-        atexit.register(flag.__setitem__, 0, 1)  # before multiprocessing's own, which sends SIGTERM and waits
+        atexit.register(_note_end, os.getpid(), flag)  # before multiprocessing's own, which sends SIGTERM and waits
     return _ENDS[os.getpid()]
+
+
+def _note_end(process: int, flag: mmap.mmap) -> None:
+    if os.getpid() == process:  # else it is one that the rank has forked
+        flag[0] = 1
 
 
 class WorkerInit:

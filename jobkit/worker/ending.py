@@ -80,8 +80,11 @@ def explained(rank: Rank, error: BaseException) -> BaseException:
 def record(rank: Rank, end: End) -> None:
     """Write a rank's End; a full disk is no reason to end in another way.
 
-    The rank's page says it too: a disk may show the file late to other nodes.
+    The rank's page says it too: a disk may show the file late to other nodes. A process that the rank has forked, and
+    that an exception takes out of the training function, writes nothing.
     """
+    if not rank.is_here:
+        return
     if rank.page.read().phase in (Phase.STEPPING, Phase.OUTSIDE):
         rank.beat(rank.page.read().step, Phase.ENDING)
     try:

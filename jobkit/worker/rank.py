@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -44,6 +44,7 @@ class Rank:
     """Index of its node, from 0."""
     page: Page
     _loop_began: float | None = None
+    _process: int = field(default_factory=os.getpid)
 
     @classmethod
     def of_environment(cls, run: RunDir) -> Rank:
@@ -71,6 +72,11 @@ class Rank:
 
         params: dict[str, Any] = with_run_dir(self.config.params, self.run.path)
         return params
+
+    @property
+    def is_here(self) -> bool:
+        """True in the rank's own process; False in one that it has forked, which has no say in how the rank ends."""
+        return os.getpid() == self._process
 
     @property
     def stop_asked(self) -> bool:

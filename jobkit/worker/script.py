@@ -3,8 +3,9 @@
     python train.py | torchrun train.py | srun python train.py --> jobkit.init() --> Context ... ctx.finish(result)
     the interpreter's end --> End, as for a task (ending.py)
 
-Nothing of the script's is patched: an exception hook and an exit function note how the script ended. Neither of them
-sees the code of a sys.exit, so that a script has finished where ctx.finish has returned, and nowhere else.
+Nothing of the script's is patched: an exception hook and an exit function note how the script ended, in the rank's own
+process alone: a process that the script forks inherits both. Neither of them sees the code of a sys.exit, so that a
+script has finished where ctx.finish has returned, and nowhere else.
 """
 
 from __future__ import annotations
@@ -236,6 +237,9 @@ class _ScriptEnd:
         shown = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            if not self._rank.is_here:
+                shown(kind, error, trace)
+                return
             error = explained(self._rank, error)
             if isinstance(error, LostLease):
                 log.warning("%s", error)
@@ -250,7 +254,7 @@ class _ScriptEnd:
         atexit.register(self._at_exit)
 
     def _at_exit(self) -> None:
-        if self.context is not None:
+        if self.context is not None and self._rank.is_here:
             self._note(self.context.stopped or self._unfinished(self.context))
 
     def _unfinished(self, context: Context) -> JobkitError | None:

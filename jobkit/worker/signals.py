@@ -21,6 +21,8 @@ from jobkit.run.slots import Page, Phase
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 """Slurm sends SIGTERM for a preemption and a scancel; SIGUSR2 where a cluster has preempt_send_user_signal."""
 
+BEFORE_SAVE = (Phase.STEPPING, Phase.OUTSIDE)
+
 ONE_CTRL_C_SECONDS = 1.0
 """A terminal sends a Ctrl-C to torchrun's workers, and torchrun sends it to them once more."""
 
@@ -36,11 +38,13 @@ def take_stop_signals(page: Page | None = None, *, ctrl_c: bool = False) -> None
     closed terminal do the same, for a script that a person started; a second Ctrl-C is Python's.
 
     A handler of the user's own is called after the flag is set. It may not end the rank by an exception: the step under
-    way would be lost.
+    way would be lost. A process that the rank forks sets no flag: SIGTERM ends it as usual, but for the SIGTERM of a
+    stop, where the rank may need it to come to its save.
     """
     page = page or Page.of_environment(os.environ)
     if page is None:
         return
+    rank = os.getpid()
 
     pressed: list[float] = []
     users: dict[int, Callable[[int, FrameType | None], object]] = {}
@@ -51,6 +55,13 @@ def take_stop_signals(page: Page | None = None, *, ctrl_c: bool = False) -> None
             pressed.append(time.monotonic())
             if pressed[-1] - pressed[0] > ONE_CTRL_C_SECONDS:
                 raise KeyboardInterrupt
+        if os.getpid() != rank:
+            if number in users:
+                users[number](number, frame)
+            elif number == signal.SIGTERM and not (page.stop_asked and page.read().phase in BEFORE_SAVE):
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
         if number == signal.SIGHUP:
             for descriptor in terminals:  # the terminal is gone: a print of the script would raise an error
                 os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)

@@ -374,9 +374,69 @@ def test_a_rank_that_is_told_no_address_ends_with_a_line(tmp_path: Path) -> None
     assert output.startswith("error: ") and "MASTER_ADDR" in output and "Traceback" not in output
 
 
-def test_sigterm_to_the_whole_group_saves_a_script_whose_loader_has_workers(tmp_path: Path) -> None:
+FORKS = """\
+import multiprocessing, os, sys, time
+import torch
+import jobkit
+
+def fail():
+    raise ValueError("the rank handles it")
+
+def live(lives):
+    lives.set()
+    time.sleep(30)
+
+def train(ctx):
+    ctx.track(model=torch.nn.Linear(1, 1))
+    for step in ctx.steps(6):
+        if step == 3:
+            codes = []
+            for end in (fail, lambda: sys.exit(3)):
+                process = os.fork()
+                if process == 0:
+                    end()
+                codes.append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+            lives = multiprocessing.Event()
+            child = multiprocessing.get_context("fork").Process(target=live, args=(lives,))
+            child.start()
+            lives.wait()
+            child.terminate()
+            child.join()
+            codes.append(child.exitcode)
+            if ctx.world_size > 1:
+                torch.distributed.barrier()
+            folder = ctx.run_dir / "ends" / str(ctx.attempt)
+            seen = [file.name for file in folder.glob("*")]
+    return {"codes": codes, "ends": seen}
+
+if __name__ == "__main__":
+    ctx = jobkit.init(name="script")
+    ctx.finish(train(ctx))
+"""
+
+
+def test_a_process_that_a_rank_forks_has_no_say_in_how_the_rank_ends(tmp_path: Path) -> None:
+    """Nor does its SIGTERM stop the rank: it has the codes that it has without jobkit."""
     made = project(tmp_path)
-    made.write("script.py", SCRIPT.replace("shuffle=True", "shuffle=True, num_workers=2"))
+    made.write("script.py", FORKS)
+    finish(start(made, "python"))
+    launch = made.only_run()
+    made.yaml.write_text("name: task\ntask: script:train\nresources: {tasks_per_node: 3}\n")
+    for one in (launch, made.submit("--local", "--detach").wait_until_over()):
+        assert (one.causes, one.status.result) == (["finished"], {"codes": [1, 3, -15], "ends": []})
+
+
+def test_sigterm_to_the_whole_group_saves_a_script_whose_loader_has_workers(tmp_path: Path) -> None:
+    """Where a process that it has forked has ended, too."""
+    made = project(tmp_path)
+    forks = """\
+    if epoch == 1 and os.fork() == 0:
+        sys.exit(0)
+    os.wait() if epoch == 1 else None
+    for x, y in ctx.batches(loader):
+"""
+    script = SCRIPT.replace("shuffle=True", "shuffle=True, num_workers=2").replace("import sys", "import os, sys")
+    made.write("script.py", script.replace("    for x, y in ctx.batches(loader):\n", forks))
     words = [sys.executable, "script.py", "0.1"]
     process = subprocess.Popen(
         words,
@@ -387,7 +447,7 @@ def test_sigterm_to_the_whole_group_saves_a_script_whose_loader_has_workers(tmp_
         text=True,
         start_new_session=True,  # as torchrun and timeout start it
     )
-    launch = made.only_run().wait_for_step(5)
+    launch = made.only_run().wait_for_step(15)
     os.killpg(process.pid, signal.SIGTERM)
     finish(process, 75)
     assert launch.ends[0].durable_step == launch.ends[0].last_step

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,14 @@ from harness.runs import wait_until
 
 from jobkit.run.rundir import RunDir
 from jobkit.run.schema import Resources
-from jobkit.run.slots import Page
+from jobkit.run.slots import Page, Phase
 from jobkit.supervisor.protocol import RankPlace, Start
 from jobkit.worker import processes
 from jobkit.worker.children import send
 from jobkit.worker.cpus import share_of
 from jobkit.worker.forked import become_rank, run_and_end
 from jobkit.worker.rendezvous import environment_of
+from jobkit.worker.signals import take_stop_signals
 
 PLACE = RankPlace(rank=5, local_rank=1, local_world_size=4, node=1)
 START = Start(attempt=3, ranks=[PLACE], world_size=8, nodes=2, master_addr="10.0.0.1", master_port=29999)
@@ -155,3 +157,37 @@ def test_a_rank_dies_with_its_agent(tmp_path: Path) -> None:
         wait_until(lambda: not processes.lives(rank), "the end of the rank")
     finally:
         send(rank[0], signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("is_asked", "phase", "dies"),
+    [(False, Phase.STEPPING, True), (True, Phase.STEPPING, False), (True, Phase.SAVING, True)],
+    ids=["terminated by the rank", "a stop of all", "after the save"],
+)
+def test_sigterm_in_a_process_that_a_rank_has_forked(is_asked: bool, phase: Phase, dies: bool) -> None:
+    page = Page.create()
+    page.beat(1, phase, 5)
+    reading, writing = os.pipe()
+    rank = os.fork()
+    if rank == 0:
+        take_stop_signals(page)
+        child = os.fork()
+        if child == 0:
+            for _ in range(1000):
+                os.write(writing, b".")
+                time.sleep(0.01)
+            os._exit(0)
+        os.close(writing)
+        os.read(reading, 1)
+        if is_asked:
+            page.ask_to_stop()
+        os.kill(child, signal.SIGTERM)
+        for _ in range(0 if dies else 20):
+            os.read(reading, 1)
+        if not dies:
+            os.kill(child, signal.SIGKILL)
+        died_of = os.WTERMSIG(os.waitpid(child, 0)[1])
+        is_right = died_of == (signal.SIGTERM if dies else signal.SIGKILL) and page.stop_asked is is_asked
+        os._exit(0 if is_right else 1)
+    os.close(reading), os.close(writing)
+    assert os.waitpid(rank, 0)[1] == 0
