@@ -99,7 +99,8 @@ def test_a_run_that_is_stopped_in_a_pause_goes_on_from_its_newest_snapshot(
     assert project.jobkit(*FOREGROUND, "retry.crash=0", check=False).returncode == 1
     assert launch.run.durable_steps() == [40, 60, 80]
     assert (launch.run.outputs / "supervisor died").exists()
-    assert launch.causes[-1] == "crashed", "the next supervisor has heard how the ranks ended"
+    end = launch.ends[-1]
+    assert (end.cause, end.snapshot_step) == ("crashed", 80), "the next supervisor has heard how the ranks ended"
 
     fail_at(project, step=-1)
     project.jobkit(*FOREGROUND)
