@@ -104,14 +104,51 @@ class GradientOrder:
             model.static_graph = False
             model._set_static_graph()
 
+    def in_buckets(self) -> list[str]:
+        """Return the parameters whose gradients lie in DDP's buckets, as with `gradient_as_bucket_view`.
+
+        None where a communication hook divides: it takes the others as they are.
+        """
+        if not self.model.gradient_as_bucket_view or self.model._comm_hooks:
+            return []
+        gradients = ((name, parameter.grad) for name, parameter in plain_module(self.model).named_parameters())
+        return [name for name, gradient in gradients if gradient is not None and gradient._is_view()]
+
+    def put_in_buckets(self, names: Sequence[str]) -> None:
+        """Let gradients lie in DDP's buckets again, as zeros. Collective.
+
+        DDP divides these by the number of ranks, and multiplies others by its inverse: not the same on three ranks. It
+        takes a gradient into its bucket in a backward pass, so there is one of zeros.
+        """
+        model = self.model
+        if not names:
+            return
+        if model.static_graph or model.mixed_precision is not None or any(model._build_params_for_reducer()[1]):
+            self._say_inexact("gradient_as_bucket_view and zero_grad(set_to_none=False)", "rounds gradients otherwise")
+            return
+        reduced = _reduced(model)
+        for parameter in reduced.values():
+            parameter.grad = None
+        outputs = [parameter.view_as(parameter) for parameter in reduced.values()]  # DDP may look which it leads to
+        model.reducer.prepare_for_backward(outputs)
+        torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
+        self._seen.clear()  # that pass has no order
+        for name, parameter in reduced.items():
+            if name not in names:
+                parameter.grad = None
+
     def say_if_lost(self) -> None:
         """Warn where a run will not be exact. The sum of two ranks is the same in any order."""
         words = _obstacle(self.model) if _follows_order(self.model) else None
-        if words and self._is_first and len(self.members) > 2:
+        if words:
+            self._say_inexact(words, "adds gradients up in another order")
+
+    def _say_inexact(self, words: str, act: str) -> None:
+        if self._is_first and len(self.members) > 2:
             log.warning(
-                "DistributedDataParallel with %s: an attempt that continues adds gradients up in another order, and on "
-                "three ranks or more the run is not exact",
-                words,
+                "DistributedDataParallel with %s: an attempt that continues %s, and on three ranks or more the run is "
+                "not exact",
+                *(words, act),
             )
 
     def settle_in_reverse(self) -> None:

@@ -398,6 +398,7 @@ class GradientOrders:
             "orders": {name: order.learnt() for name, order, _ in alive},
             # After a forward without gradients, or within no_sync, DDP leaves its next broadcast of buffers out.
             "broadcasts": {name: model.require_forward_param_sync for name, _, model in alive},
+            "in_buckets": {name: order.in_buckets() for name, order, _ in alive},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -411,6 +412,7 @@ class GradientOrders:
         for name, order, model in alive:
             if all(name in present[rank] for rank in order.members):
                 order.settle(orders.get(name))
+                order.put_in_buckets(state.get("in_buckets", {}).get(name, []))
                 model.require_forward_param_sync = broadcasts.get(name, model.require_forward_param_sync)
 
 

@@ -396,9 +396,10 @@ class PendingGradients:
         added, used, lost = state["added"], state["used"], 0
         names = None if used == "all" else set(used)
         for name, _, parameter in self._parameters():
+            in_bucket = parameter.grad if parameter.grad is not None and parameter.grad._is_view() else None  # of DDP
             parameter.grad = None
             if name in added:
-                parameter.grad = torch.empty_like(parameter)
+                parameter.grad = torch.empty_like(parameter) if in_bucket is None else in_bucket
                 with torch.no_grad():
                     if _local(parameter.grad).shape != added[name].shape:  # a shard of another number of ranks
                         parameter.grad = None
@@ -406,7 +407,7 @@ class PendingGradients:
                         continue
                     _local(parameter.grad).copy_(added[name])
             elif names is None or name in names:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter) if in_bucket is None else in_bucket.zero_()
                 self._used.add(id(parameter))
         if lost:
             log.warning("gradients that were added up on another number of ranks are lost: the next update lacks them")

@@ -357,24 +357,33 @@ def train_own_shards(place: Any, way: str) -> tuple[Arrays, list[float]]:
 class OwnDdp:
     """Training with DistributedDataParallel as a script makes it; with `accumulates` two batches make an update.
 
-    With `norm` the model has buffers, which DDP sends before a forward, but not after one within no_sync.
+    With `sends` each of these is exchanged, and with `keeps` the gradients become zeros in their place. With `norm`
+    the model has buffers, which DDP sends before a forward, but not after one within no_sync.
     """
 
-    def __init__(self, accumulates: bool = False, norm: bool = False, hook: Any = None, **options: Any) -> None:
+    def __init__(
+        self,
+        accumulates: bool = False,
+        sends: bool = False,
+        keeps: bool = False,
+        norm: bool = False,
+        hook: Any = None,
+        **options: Any,
+    ) -> None:
         net = nn.Sequential(nn.BatchNorm1d(300), crossed()) if norm else crossed()
         self.model = DistributedDataParallel(net, bucket_cap_mb=1, **options)
         if hook is not None:
             self.model.register_comm_hook(None, hook)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
-        self._accumulates = accumulates
+        self._accumulates, self._sends, self._keeps = accumulates, sends, keeps
 
     def step(self, number: int, batch: Batch) -> None:
-        is_quiet = self._accumulates and number % 2 == 0
-        with self.model.no_sync() if is_quiet else nullcontext():
+        is_first = self._accumulates and number % 2 == 0
+        with self.model.no_sync() if is_first and not self._sends else nullcontext():
             mse(self.model(batch[0]), batch[1]).backward()
-        if not is_quiet:
+        if not is_first:
             self.optimizer.step()
-            self.optimizer.zero_grad()
+            self.optimizer.zero_grad(set_to_none=not self._keeps)
 
 
 OWN_DDP: dict[str, dict[str, Any]] = {
@@ -386,6 +395,10 @@ OWN_DDP: dict[str, dict[str, Any]] = {
     "viewed": {"gradient_as_bucket_view": True},
     "accumulated": {"accumulates": True},
     "accumulated_viewed": {"accumulates": True, "gradient_as_bucket_view": True},
+    "kept_viewed": {"keeps": True, "gradient_as_bucket_view": True},
+    "kept_viewed_accumulated": {"keeps": True, "accumulates": True, "gradient_as_bucket_view": True},
+    "kept_viewed_unused": {"keeps": True, "gradient_as_bucket_view": True, "find_unused_parameters": True},
+    "sent_viewed": {"accumulates": True, "sends": True, "gradient_as_bucket_view": True},
     "accumulated_buffers": {"accumulates": True, "norm": True},
     "compressed": {"hook": default_hooks.fp16_compress_hook},
     "unused": {"find_unused_parameters": True},
