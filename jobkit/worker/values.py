@@ -6,6 +6,7 @@ A script may hold a list, an array or a tensor by another name: a restore fills 
 from __future__ import annotations
 
 import copy
+import json
 import types
 from collections import deque
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from omegaconf import OmegaConf
 
+from jobkit.checkpoint.tree import flatten
 from jobkit.errors import UsageError, nearest
 
 
@@ -38,32 +40,47 @@ class Values:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the values of a checkpoint, in the objects that the script may hold."""
+        filled: dict[int, Any] = {}
         for name, value in state.items():
-            vars(self)[name] = _taken(vars(self).get(name), value)
+            vars(self)[name] = _placed(vars(self).get(name), value, filled)
 
 
-def _taken(held: Any, value: Any) -> Any:
+def _placed(held: Any, value: Any, filled: dict[int, Any]) -> Any:
+    """Return a value of a checkpoint for one place, in the object that the script holds there, where it may be.
+
+    A script may have put one object at several places, as `[x] * 3`, and others there since. `filled` has the objects
+    that this restore has filled, by id: a place whose value is another one gets an object of its own.
+    """
+    if id(held) in filled:
+        return held if _is_equal(held, value) else copy.deepcopy(value)
+    taken = _taken(held, value, filled)
+    if taken is held:
+        filled[id(held)] = held
+    return taken
+
+
+def _taken(held: Any, value: Any, filled: dict[int, Any]) -> Any:
     """Return a value of a checkpoint, in the object that the script holds, where that is of its form."""
     if isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor) and _form(held) == _form(value):
-        with torch.no_grad():
+        with torch.inference_mode(held.is_inference()), torch.no_grad():  # pseudo-labels may be made in that mode
             return held.copy_(value)
     if isinstance(held, np.ndarray) and isinstance(value, np.ndarray) and _is_alike(held, value):
         np.copyto(held, value)
         return held
     if isinstance(held, dict) and isinstance(value, dict):
-        items = {key: _taken(held.get(key), item) for key, item in value.items()}
+        items = {key: _placed(held.get(key), item, filled) for key, item in value.items()}
         held.clear()
         held.update(items)
         return held
     if isinstance(held, list) and isinstance(value, list):
-        held[:] = [_taken(held[number] if number < len(held) else None, item) for number, item in enumerate(value)]
+        held[:] = [_placed(item, new, filled) for item, new in zip_longest(held, value)][: len(value)]
         return held
     if isinstance(held, set) and isinstance(value, set):
         held.clear()
         held.update(value)
         return held
     if isinstance(held, deque) and isinstance(value, deque) and held.maxlen == value.maxlen:
-        taken = [_taken(item, new) for item, new in zip_longest(held, value)][: len(value)]
+        taken = [_placed(item, new, filled) for item, new in zip_longest(held, value)][: len(value)]
         held.clear()
         held.extend(taken)
         return held
@@ -71,6 +88,21 @@ def _taken(held: Any, value: Any) -> Any:
         held[:] = value
         return held
     return copy.deepcopy(value)
+
+
+def _is_equal(held: Any, value: Any) -> bool:
+    """Return whether two values have the same bits, which NaN has too."""
+    one, other = flatten(held), flatten(value)
+    return json.dumps(one.skeleton) == json.dumps(other.skeleton) and all(
+        leaf.dtype == other.leaves[path].dtype
+        and leaf.shape == other.leaves[path].shape
+        and torch.equal(_bits(leaf), _bits(other.leaves[path]))
+        for path, leaf in one.leaves.items()
+    )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.cpu().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
 def _is_alike(held: np.ndarray[Any, Any], value: np.ndarray[Any, Any]) -> bool:
@@ -91,9 +123,10 @@ class Attributes:
         return {name: getattr(self._value, name) for name in self._names}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        filled: dict[int, Any] = {}
         for name in self._names:
             if name in state:  # the code may name more than when the run began
-                setattr(self._value, name, _taken(getattr(self._value, name, None), state[name]))
+                setattr(self._value, name, _placed(getattr(self._value, name, None), state[name], filled))
 
 
 def attributes(value: Any, *names: str) -> Attributes:

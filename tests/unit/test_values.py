@@ -53,6 +53,46 @@ def test_an_array_within_a_deque_is_filled_too() -> None:
     assert values.window[0] is array and array.tolist() == [1, 1] and values.window[1].tolist() == [2, 2]
 
 
+def test_a_tensor_of_inference_mode_is_filled_too() -> None:
+    with torch.inference_mode():
+        held = torch.zeros(2)
+    values, weight = Values({"labels": held, "weight": torch.zeros(2, requires_grad=True)}), torch.ones(2)
+    for mode in (False, True):
+        with torch.inference_mode(mode):
+            values.load_state_dict(restored({"labels": torch.ones(2), "weight": weight * 2}))
+    assert values.labels is held and held.tolist() == [1, 1] and held.is_inference()
+    assert values.weight.tolist() == [2, 2] and values.weight.is_leaf
+
+
+ALIASES: dict[str, tuple[Any, Any]] = {
+    "arrays": (deque([np.zeros(2)] * 3, maxlen=3), lambda: deque([np.zeros(2), np.ones(2), np.full(2, 2.0)], maxlen=3)),
+    "tensors": ([torch.zeros(2)] * 3, lambda: [torch.zeros(2), torch.ones(2), torch.ones(2)]),
+    "types": ([torch.zeros(2)] * 2, lambda: [torch.zeros(2), torch.zeros(2, dtype=torch.int64)]),
+    "longer": ([torch.zeros(2)] * 2, lambda: [torch.zeros(2), torch.zeros(3)]),
+    "keys": (dict.fromkeys("ab", torch.zeros(1)), lambda: {"a": torch.zeros(1), "b": torch.ones(1)}),
+    "lists": ([[0]] * 2, lambda: [[1], [2]]),
+    "nested": ({"a": [x := [torch.zeros(1)]], "b": x}, lambda: {"a": [[torch.ones(1)]], "b": [torch.zeros(1)]}),
+}
+
+
+@pytest.mark.parametrize("kind", ALIASES)
+def test_places_that_began_with_one_object_get_their_own_values(kind: str) -> None:
+    held, make = ALIASES[kind]
+    for state in (Values({"value": held}), jobkit.attributes(Values({"value": held}), "value")):
+        for _ in range(2):  # as a run restores once more at its first batch
+            state.load_state_dict(restored({"value": make()}))
+            assert repr(held) == repr(make())
+
+
+def test_an_object_at_two_places_stays_one_where_its_values_are_equal() -> None:
+    held = torch.zeros(2)
+    values = Values({"one": held, "several": [held, held], "other": held})
+    new = torch.tensor([float("nan"), 1.0])
+    values.load_state_dict(restored({"one": new, "several": [new, new], "other": torch.ones(2)}))
+    assert values.one is held and values.several[0] is held and values.several[1] is held
+    assert str(held) == str(new) and values.other.tolist() == [1, 1]
+
+
 class Meter:
     def __init__(self) -> None:
         self.total, self.seen, self.inner = 0.0, [1], None
