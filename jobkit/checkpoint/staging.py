@@ -318,9 +318,8 @@ class Stager:
             for name, leaf, is_own in leaves
             if is_own and not isinstance(leaf, DTensor)
         ]
-        for piece in pieces:
-            if piece.dtype not in DTYPES:
-                raise CheckpointError(f"{piece.name}: a tensor of {piece.dtype} cannot be saved")
+        for name, leaf, _ in leaves:
+            check_kind(name, leaf)
         # By size of their elements: so each is aligned, and there are no holes, which safetensors refuses.
         self._pieces = sorted(pieces, key=lambda piece: -piece.dtype.itemsize)
         self._numbers = {}
@@ -364,6 +363,14 @@ def _named_leaves(lives: Sequence[tuple[Entry, Live]], rank: int) -> Iterator[tu
 def leaf_name(entry: str, path: str, rank: int | None) -> str:
     """Return the name of a leaf in a checkpoint; `rank` is given for a rank's own."""
     return f"{entry}/{path}" if rank is None else f"{rank}:{entry}/{path}"
+
+
+def check_kind(name: str, leaf: torch.Tensor) -> None:
+    """Raise CheckpointError for a tensor that a shard has no form for."""
+    if leaf.dtype not in DTYPES:
+        raise CheckpointError(f"{name}: a tensor of {leaf.dtype} cannot be saved")
+    if leaf.layout is not torch.strided:
+        raise CheckpointError(f"{name}: a tensor of {leaf.layout} cannot be saved")
 
 
 def _prefix(entry: Entry, rank: int) -> str:

@@ -24,6 +24,8 @@ from torch.utils.data import DataLoader
 from jobkit.checkpoint.checkpointer import Checkpointer
 from jobkit.checkpoint.live import Entry, plain_module
 from jobkit.checkpoint.replicas import check_replicas
+from jobkit.checkpoint.staging import check_kind
+from jobkit.checkpoint.tree import flatten
 from jobkit.errors import CheckpointError, UsageError
 from jobkit.group import RankGroup
 from jobkit.log import log
@@ -251,15 +253,11 @@ class Tracked:
         unknown = [optimizer for optimizer in self.stepped.values() if optimizer not in self._accepted]
         if not unknown:
             return
-        # A wrapper, as accelerate's, has the groups or the state of the optimizer within it.
-        own = (getattr(value, name, None) for value in self.objects.values() for name in ("param_groups", "state"))
-        tracked = {id(value) for value in (*self.objects.values(), *own) if value is not None}
         parameters = {id(item) for module in self.modules for item in module.parameters()}
         for optimizer in unknown:
             name = type(optimizer).__name__
             steps_ours = any(id(item) in parameters for group in optimizer.param_groups for item in group["params"])
-            parts = (optimizer, optimizer.param_groups, optimizer.state)
-            if steps_ours and not any(id(part) in tracked for part in parts):
+            if steps_ours and not any(_has_state_of(value, optimizer) for value in self.objects.values()):
                 raise UsageError(
                     f"an optimizer ({name}) changes a tracked model and is not tracked: its state would be lost; call "
                     "ctx.track(optimizer=...) before the loop"
@@ -276,8 +274,9 @@ class Tracked:
         """Before the first step: raise UsageError for a value that no checkpoint can hold."""
         try:
             self.before_look()
-            for _, walker in self.checkpointer.stager.walkers(self.entries):
-                walker.look()
+            for entry, walker in self.checkpointer.stager.walkers(self.entries):
+                for path, leaf in walker.look().leaves.items():
+                    check_kind(f"{entry.name}/{path}", leaf)
         except CheckpointError as error:
             raise UsageError(f"{error}: no checkpoint could hold it") from error
 
@@ -320,6 +319,18 @@ class Tracked:
     def close(self) -> None:
         """Let other runs of this process alone."""
         self._hook.remove()
+
+
+def _has_state_of(value: Any, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an object that is tracked saves an optimizer's state: the optimizer, or a wrapper, as
+    accelerate's. SAM's has the groups of the optimizer within it, and a state_dict without its momentum."""
+    if value is optimizer or getattr(value, "state", None) is optimizer.state:
+        return True
+    if getattr(value, "param_groups", None) is not optimizer.param_groups:
+        return False
+    saved = {_local(leaf).data_ptr() for leaf in flatten(value.state_dict()).leaves.values()}
+    state = flatten(list(optimizer.state.values())).leaves.values()
+    return all(_local(leaf).data_ptr() in saved for leaf in state)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -387,7 +398,7 @@ class PendingGradients:
         for name, optimizer, parameter in parameters:
             gradient = parameter.grad
             if gradient is not None and not self._is_used(optimizer, parameter):
-                added[name] = _local(gradient)
+                added[name] = _saved(gradient)
             elif gradient is not None and not gradient.is_sparse:
                 used.append(name)
         return {"added": added, "used": "all" if len(used) == len(parameters) else used}
@@ -398,7 +409,9 @@ class PendingGradients:
         for name, _, parameter in self._parameters():
             in_bucket = parameter.grad if parameter.grad is not None and parameter.grad._is_view() else None  # of DDP
             parameter.grad = None
-            if name in added:
+            if name in added and isinstance(added[name], dict):
+                parameter.grad = torch.sparse_coo_tensor(**added[name], device=parameter.device)
+            elif name in added:
                 parameter.grad = torch.empty_like(parameter) if in_bucket is None else in_bucket
                 with torch.no_grad():
                     if _local(parameter.grad).shape != added[name].shape:  # a shard of another number of ranks
@@ -411,6 +424,15 @@ class PendingGradients:
                 self._used.add(id(parameter))
         if lost:
             log.warning("gradients that were added up on another number of ranks are lost: the next update lacks them")
+
+
+def _saved(gradient: torch.Tensor) -> torch.Tensor | dict[str, Any]:
+    """Return a gradient as a checkpoint has it: a sparse one, as an embedding's, in parts, and its rows not added up
+    yet, so that their sum keeps its order."""
+    if not gradient.is_sparse:
+        return _local(gradient)
+    parts = {"indices": gradient._indices(), "values": gradient._values(), "size": gradient.shape}
+    return {**parts, "is_coalesced": gradient.is_coalesced()}
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -127,6 +127,50 @@ def test_an_epoch_that_is_broken_off_goes_on_with_its_draws_values_and_gradients
     assert is_equal(weights, expected)
 
 
+class Words:
+    """A model with a sparse embedding, whose gradients are added up over six batches with words in common."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self.embedding, self.head = torch.nn.Embedding(5, 8, sparse=True), torch.nn.Linear(8, 1)
+        self.sparse = torch.optim.SparseAdam(self.embedding.parameters(), lr=0.05)
+        self.dense = torch.optim.Adam(self.head.parameters(), lr=0.05)
+        self.batches = torch.randint(0, 5, (STEPS, 16))
+
+    def step(self, number: int) -> float:
+        loss = (self.head(self.embedding(self.batches[number])) - 1).square().mean()
+        loss.backward()
+        if number % 6 == 5:
+            for optimizer in (self.sparse, self.dense):
+                optimizer.step()
+                optimizer.zero_grad()
+        return loss.item()
+
+
+def words(ranks: RankGroup, folder: Path, number: int, kind: str | None) -> list[float]:
+    ctx, own = make_context(folder, ranks, under_ctx.config(checkpoint=EVERY_4), number), Words()
+    ctx.track(embedding=own.embedding, head=own.head, sparse=own.sparse, dense=own.dense)
+    losses: list[float] = []
+    for step in ctx.steps(STEPS):
+        if interrupt(ctx, kind):
+            return losses
+        losses.append(own.step(step))
+    return losses
+
+
+def plain_words(ranks: RankGroup) -> list[float]:
+    own = Words()
+    return [own.step(number) for number in range(STEPS)]
+
+
+def test_sparse_gradients_that_are_added_up_go_on(tmp_path: Path) -> None:
+    """The checkpoint of step 4 holds rows of four batches, which the optimizer adds up in their order."""
+    (expected,) = run_ranks(plain_words, 1)
+    (first,) = run_ranks(words, 1, tmp_path, 1, "kill")
+    (second,) = run_ranks(words, 1, tmp_path, 2, None)
+    assert first == expected[:6] and second == expected[4:]
+
+
 def own_shards(ranks: RankGroup, folder: Path, number: int, kind: str | None, way: str) -> Any:
     """Return the step in which an attempt began, and the weights and losses that it saw."""
     ctx = make_context(folder, ranks, under_ctx.config(checkpoint=EVERY_4), number)

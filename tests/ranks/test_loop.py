@@ -355,6 +355,25 @@ def test_a_value_that_no_checkpoint_can_hold_is_refused_before_the_first_step(tm
     ctx._tracked.close()
 
 
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (nn.Linear(1, 1, dtype=torch.complex128), r"model/weight: a tensor of torch\.complex128 cannot be saved"),
+        (nn.Embedding.from_pretrained(torch.eye(2).to_sparse()), r"model/weight: a tensor of torch\.sparse_coo"),
+    ],
+    ids=["complex128", "sparse"],
+)
+def test_a_tensor_that_no_checkpoint_can_hold_is_refused_before_the_first_step(
+    tmp_path: Path, model: nn.Module, words: str
+) -> None:
+    ctx = alone(tmp_path, 1000)
+    ctx.track(model=model)
+    with pytest.raises(UsageError, match=words):
+        for _ in ctx.steps(400):
+            raise AssertionError("a step")
+    ctx._tracked.close()
+
+
 class Wrapper:
     """An optimizer around another, as accelerate's."""
 
@@ -367,14 +386,51 @@ class Wrapper:
         return self.optimizer.param_groups
 
 
-def test_an_optimizer_is_tracked_by_its_wrapper(tmp_path: Path) -> None:
+class Sharpness(torch.optim.Optimizer):
+    """An optimizer that another steps within, as SAM: they share their groups, and not their state."""
+
+    def __init__(self, parameters: Any, momentum: float) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.optimizer = torch.optim.SGD(self.param_groups, momentum=momentum)
+        self.param_groups = self.optimizer.param_groups
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "plain": lambda parameters: Wrapper(torch.optim.SGD(parameters, lr=0.1)),
+    "state": lambda parameters: Wrapper(torch.optim.Adam(parameters)),
+    "sam": lambda parameters: Sharpness(parameters, 0.0),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_an_optimizer_is_tracked_by_its_wrapper(tmp_path: Path, kind: str) -> None:
     ctx, model = alone(tmp_path, 1000), nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ctx.track(model=model, optimizer=Wrapper(optimizer))
+    wrapper = OPTIMIZERS[kind](model.parameters())
+    ctx.track(model=model, optimizer=wrapper)
     for _ in ctx.steps(3):
         model(torch.ones(1)).backward()
-        optimizer.step()
+        wrapper.optimizer.step()
     ctx.finish()
+
+
+@pytest.mark.parametrize("is_tracked", [True, False])
+def test_an_optimizer_with_state_of_its_own_is_not_tracked_by_its_wrapper(tmp_path: Path, is_tracked: bool) -> None:
+    ctx, model = alone(tmp_path, 1000), nn.Linear(1, 1)
+    wrapper = Sharpness(model.parameters(), 0.9)
+    ctx.track(model=model, optimizer=wrapper, **({"inner": wrapper.optimizer} if is_tracked else {}))
+
+    def train() -> None:
+        for _ in ctx.steps(3):
+            model(torch.ones(1)).backward()
+            wrapper.optimizer.step()
+
+    if is_tracked:
+        train()
+        ctx.finish()
+    else:
+        with pytest.raises(UsageError, match=r"an optimizer \(SGD\) changes a tracked model and is not tracked"):
+            train()
+        ctx._tracked.close()
 
 
 ONES = {
