@@ -53,8 +53,7 @@ class Iteration(Iterator[Any]):
         """Return the place: `ahead` batches, 0 or 1, were fetched and not used. Empty before the first batch."""
         if self._pass is None:
             return {}
-        state = self._pass.state_dict()
-        state["taken"] -= ahead
+        state = self._pass.state_dict(ahead)
         if not ahead:  # a stream's own state is that before the newest batch; without it the stream is read again
             state["stream"] = None
         return {"base": self._pass.base, "state": state}

@@ -3,7 +3,8 @@
     base (drawn from torch's generator when the pass begins)
       --seeds--> the sampler's draws | the draws of a batch's samples and of its collate, by (base, batch)
 
-A checkpoint holds (base, batches taken); batches that are done are skipped without loading. A stream is read again, or
+A checkpoint holds (base, batches taken); batches that are done are skipped without loading, and a digest of their
+order shows whether the sampler draws it again. A stream is read again, or
 goes on from its own state. All of it happens on a copy of the loader: one for each pass, or one for all where workers
 persist. worker/epochs.py and the adapters of frameworks call this. A dataset with a generator of its own draws what it
 draws: it is a limit.
@@ -12,14 +13,16 @@ draws: it is a limit.
 from __future__ import annotations
 
 import copy
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import count, islice
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+import xxhash
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import (
     BatchSampler,
@@ -32,7 +35,10 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from jobkit.errors import UsageError
+from jobkit.log import log
 from jobkit.train.batch import as_it_is
 from jobkit.train.seeds import (
     derive_seed,
@@ -89,6 +95,16 @@ def length_of(loader: Any) -> int | None:
         return None
 
 
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """Return the generators that a DataLoader's order may come from: a pass seeds them."""
+    if not isinstance(loader, DataLoader):
+        return []
+    inner = getattr(loader.batch_sampler, "sampler", None)
+    owners = (loader, loader.sampler, loader.batch_sampler, inner)
+    found = [getattr(owner, "generator", None) for owner in owners]
+    return [generator for generator in found if isinstance(generator, torch.Generator)]
+
+
 class Pass:
     """One pass over a loader, or over any iterable of batches; with the state of another pass, from where that was.
 
@@ -103,6 +119,10 @@ class Pass:
         """Batches that are done, after the samples left out."""
         self._loader, self._first = loader, self.taken
         self._ids: dict[int, list[int]] = {}
+        self._orders: dict[int, str] = {}
+        """Of each number of batches near `taken`: the digest of the order up to there."""
+        self._order_before: str | None = None if state is None else state.get("order")
+        """In an attempt that goes on: that digest, as the attempt before had it."""
         self._sampler, self._is_resumed = _sampler_of(loader), state is not None
         self._sampler_state = None if state is None else state["sampler"]
         if state is None and callable(getattr(self._sampler, "state_dict", None)):
@@ -118,17 +138,20 @@ class Pass:
         """The batches that were read last, of each worker one, each after the stream's state before it."""
         self._draws = derive_seed(base, "after", self.skipped) if self.skipped else base
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, ahead: int = 0) -> dict[str, Any]:
         """Return how far the pass is, the sampler's state as it was when the pass began, and the stream's state.
 
-        The batch after this place has been read already: the stream's state is the state before that.
+        The batch after this place has been read already: the stream's state is the state before that. The newest
+        `ahead` batches, 0 or 1, count as not taken.
         """
+        taken = self.taken - ahead
         stream, following, back = self._stream_state, self._following, self._back
         if self._newest:  # a trial of one batch would try the state of one worker
             stream, back = self._newest[0][0], len(self._newest) - 1
             following = None if stream is None else digest([batch for _, batch in self._newest])
         return {
-            "taken": self.taken,
+            "taken": taken,
+            "order": self._orders.get(taken, self._order_before if taken == self._first else None),
             "skipped": self.skipped,
             "sampler": self._sampler_state,
             "stream": stream,
@@ -157,13 +180,34 @@ class Pass:
             self._sampler.load_state_dict(copy.deepcopy(self._sampler_state))
         if not isinstance(loader, DataLoader):
             return self._read(loader)
-        for owner in (loader, loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
-            if isinstance(generator := getattr(owner, "generator", None), torch.Generator):
-                generator.manual_seed(derive_seed(self.base, "generator"))
+        for generator in generators_of(loader):
+            generator.manual_seed(derive_seed(self.base, "generator"))
         if isinstance(loader.dataset, IterableDataset):  # its workers draw by the pass, so each pass has new ones
             return self._read(_clone(loader, {}, derive_seed(self.base, "workers"), persist=False))
         persists = loader.persistent_workers and type(loader).__iter__ is DataLoader.__iter__
-        return self._over_kept(loader) if persists else iter(self._by_place(loader))
+        return self._ordered(loader, self._over_kept(loader) if persists else iter(self._by_place(loader)))
+
+    def _ordered(self, loader: DataLoader[Any], batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches, in the order of the attempt before: say where it is another.
+
+        Raises UsageError for batches that the loader's sampler has not ordered.
+        """
+        end = object()
+        batch = next(batches, end)
+        if batch is not end and not self._orders:
+            raise _own_iterator(loader)
+        if self._order_before is not None and self._orders.get(self._first) != self._order_before:
+            is_of_batches = type(loader.batch_sampler) not in (BatchSampler, type(None))
+            log.warning(
+                "%s has another order in this pass than in the attempt before: samples are repeated and left out. Give "
+                "it state_dict and load_state_dict and track it, or let its order follow from set_epoch, from its "
+                "`generator`, or from torch's default generator",
+                type(loader.batch_sampler if is_of_batches else loader.sampler).__name__,
+            )
+        while batch is not end:
+            yield batch
+            self._orders.pop(self.taken - 2, None)
+            batch = next(batches, end)
 
     def _over_kept(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Yield the batches that the workers of the pass before load; what they draw comes with each batch."""
@@ -195,7 +239,7 @@ class Pass:
             rest = _After(loader.sampler, self.skipped)
             sampler = BatchSampler(rest, loader.batch_size or 1, loader.drop_last) if by_batch else rest
         is_plain = type(loader.sampler) in PLAIN_SAMPLERS and type(loader.batch_sampler) in (BatchSampler, type(None))
-        return Places(sampler, self.base, self._draws, self._first, self._ids, AHEAD if is_plain else 1)
+        return Places(sampler, self.base, self._draws, self._first, self._ids, AHEAD if is_plain else 1, self._orders)
 
     def _read(self, loader: Any) -> Iterator[Any]:
         """Yield batches of a stream, or of any iterable, whose draws follow from (base, batch).
@@ -214,6 +258,7 @@ class Pass:
             owner.load_state_dict(copy.deepcopy(self._stream_state))
             number = self._first - self._back
         self._newest = deque(maxlen=max(1, getattr(loader, "num_workers", 0)))
+        kept = _iterators_in(loader)
         with _drawing(self.base, "stream"):
             iterator = iter(loader)
         while True:
@@ -224,6 +269,10 @@ class Pass:
                     batch = next(iterator)
                 except StopIteration:
                     return
+            if number == 0 and (kept := kept & _iterators_in(loader)):
+                if kept & set(_OF_PASSES):
+                    raise _own_iterator(loader)
+                _OF_PASSES.update(kept)
             if owner is not None and is_near:
                 self._newest.append((state, tree_leaves(batch)))  # the script may pop a part of it
             if number >= self._first:
@@ -271,6 +320,23 @@ _KEPT: WeakKeyDictionary[DataLoader[Any], DataLoader[Any]] = WeakKeyDictionary()
 """Of each loader whose workers persist, the copy of it that has them, while no pass is under way."""
 
 
+_OF_PASSES: WeakSet[_BaseDataLoaderIter] = WeakSet()
+"""Iterators of torch that loaders of the script kept while a pass over them was under way."""
+
+
+def _iterators_in(loader: Any) -> set[_BaseDataLoaderIter]:
+    """Return the iterators of torch that a loader of the script keeps."""
+    own = {name: value for name, value in getattr(loader, "__dict__", {}).items() if name != "_iterator"}
+    return {value for value in own.values() if isinstance(value, _BaseDataLoaderIter)}
+
+
+def _own_iterator(loader: Any) -> UsageError:
+    return UsageError(
+        f"{type(loader).__name__} takes its batches from an iterator of its own, whose place cannot be "
+        "restored: give a DataLoader with persistent_workers=True, whose workers are kept as well"
+    )
+
+
 def _clone(loader: DataLoader[Any], changes: Mapping[str, Any], seed: int, persist: bool) -> DataLoader[Any]:
     """Return a copy of a loader with other parts, whose workers are seeded so."""
     clone = copy.copy(loader)
@@ -292,6 +358,11 @@ class _OfPass:
 
     def __init__(self, places: Places) -> None:
         self.places = places
+
+    def __getattr__(self, name: str) -> Any:  # of the script's sampler, for a loader of the script's own class
+        if name in ("places", "state_dict", "load_state_dict"):
+            raise AttributeError(name)
+        return getattr(self.places.sampler, name)
 
     def __len__(self) -> int:
         return len(self.places)
@@ -356,14 +427,26 @@ class Places:
 
     `base` decides what the sampler draws, `draws` what is drawn for the batches, which go on from the one with the
     number `first`. Samplers draw at the first `next`, not when the iterator is made: each `next` runs under the pass's
-    own generators. To exchange these takes 0.1 ms, for `ahead` items at once.
+    own generators. To exchange these takes 0.1 ms, for `ahead` items at once. `orders` gets the digest of the indices
+    so far after each batch.
     """
 
     def __init__(
-        self, sampler: Any, base: int, draws: int, first: int, ids: dict[int, list[int]], ahead: int = 1
+        self,
+        sampler: Any,
+        base: int,
+        draws: int,
+        first: int,
+        ids: dict[int, list[int]],
+        ahead: int = 1,
+        orders: dict[int, str] | None = None,
     ) -> None:
         self._sampler, self.base, self.draws, self.ids = sampler, base, draws, ids
-        self._first, self._ahead = first, ahead
+        self._first, self._ahead, self._orders = first, ahead, orders
+
+    @property
+    def sampler(self) -> Any:
+        return self._sampler
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -372,20 +455,31 @@ class Places:
         draws, generators = self.draws, _OwnGenerators(derive_seed(self.base, "sampler"))
         with generators.inside():
             iterator = iter(self._sampler)
-        numbers = count()
+        numbers, order = count(), xxhash.xxh3_64()
         while True:
             with generators.inside():
                 items = list(islice(iterator, self._ahead))
             if not items:
                 return
             for item, number in zip(items, numbers, strict=False):
-                if number < self._first:
-                    continue
                 several = isinstance(item, (list, tuple))
                 indices = list(item) if several else [item]
+                if self._orders is not None:
+                    order.update(_bytes_of(indices))
+                    self._orders[number + 1] = order.hexdigest()
+                if number < self._first:
+                    continue
                 self.ids[number] = [index for index in indices if isinstance(index, int)]
                 places = [((draws, number), index) for index in indices]
                 yield places if several else places[0]
+
+
+def _bytes_of(indices: list[Any]) -> bytes:
+    """Return bytes that tell indices apart, if they are numbers, texts, arrays, or made of these."""
+    try:
+        return array("q", indices).tobytes()
+    except (TypeError, OverflowError, ValueError):
+        return digest(indices, whole=False).encode()
 
 
 class SeededDataset(Dataset[Any]):

@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from jobkit.errors import UsageError
 from jobkit.log import log
-from jobkit.train.foreign_loader import Form, Pass, draw_base, form_of
+from jobkit.train.foreign_loader import Form, Pass, draw_base, form_of, generators_of
 from jobkit.train.loader import Loader
 from jobkit.train.seeds import generator_state, load_generator_state
 from jobkit.worker.checkpoints import Boundary
@@ -151,6 +151,11 @@ class Epochs:
                 if isinstance(value, Loader):
                     hint = "give it a DataLoader of your own; ctx.loader's is for ctx.steps"
                 raise UsageError(f"ctx.batches keeps the place of its loader, and {name} is tracked too: {hint}")
+            if any(value is generator for loader in loaders for generator in generators_of(loader)):
+                raise UsageError(
+                    f"ctx.batches seeds the generator of its loader for each pass, and {name} is tracked too: give the "
+                    "loader a generator of its own"
+                )
         for loader in loaders:
             if isinstance(loader, DataLoader) and not issubclass(type(loader), DataLoader):  # by its __class__ alone
                 raise UsageError(
@@ -205,6 +210,8 @@ class Epochs:
         """
         assert self._resumed is not None
         ranks, was_dealt = self._resumed["world_size"], isinstance(getattr(loader, "sampler", None), DistributedSampler)
+        if before != now or ranks != self._world_size:
+            state = {**state, "order": None}
         is_equal = before.batch_size == now.batch_size and (ranks == self._world_size or not was_dealt)
         if is_equal or before.batch_size is None or now.batch_size is None:
             return dict(state)

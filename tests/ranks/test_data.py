@@ -144,6 +144,108 @@ class InTurn:
         self.offset = state["offset"]
 
 
+class OwnDraws(InTurn):
+    """A sampler that draws from NumPy's generator of its own."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rng.permutation(LENGTH).tolist())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rng": self.rng.bit_generator.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rng.bit_generator.state = state["rng"]
+
+
+class Unsaved:
+    """Such a sampler without a state."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rng.permutation(LENGTH).tolist())
+
+
+class UnsavedBatches(Unsaved):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([[(int(a), "b"), (int(b), "c")] for a, b in self.rng.permutation(LENGTH).reshape(-1, 2)])
+
+
+class Batched:
+    """A sampler of batches with a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(torch.randperm(LENGTH - 2, generator=self.generator).view(-1, 4).tolist())
+
+
+class Moved(DataLoader[Any]):
+    """A loader that moves its batches, of torch's sampler."""
+
+    def __iter__(self) -> Any:
+        assert self.batch_sampler is not None
+        size = self.batch_sampler.batch_size  # type: ignore[attr-defined]
+        for batch in super().__iter__():
+            yield batch.double() + size
+
+
+class Repeated:
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from self.sampler
+
+
+class Endless(DataLoader[Any]):
+    """As timm's MultiEpochsDataLoader and Ultralytics' InfiniteDataLoader."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        object.__setattr__(self, "batch_sampler", Repeated(self.batch_sampler))
+        self.iterator = super().__iter__()
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler.sampler)  # type: ignore[union-attr]
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for _ in range(len(self)):
+            yield next(self.iterator)
+
+
+class Fast:
+    """As DomainBed's FastDataLoader."""
+
+    def __init__(self) -> None:
+        batches = BatchSampler(RandomSampler(range(LENGTH)), 4, False)
+        self.iterator = iter(DataLoader(Noisy(), batch_sampler=Repeated(batches)))  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(6):
+            yield next(self.iterator)
+
+
+class Ahead:
+    """It makes an iterator of each pass when that begins, and keeps it."""
+
+    def __init__(self) -> None:
+        self.loader = DataLoader(Noisy(), 4, shuffle=True)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.iterator = iter(self.loader)
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.iterator)
+
+
 DRAWN = [0.0]
 
 
@@ -184,6 +286,10 @@ LOADERS: dict[str, Callable[[RankGroup], list[Any]]] = {
     ],
     "no batches": lambda ranks: [DataLoader(Noisy(), batch_size=None, sampler=RandomSampler(range(9)))],  # type: ignore[arg-type]
     "a sampler with a state": lambda ranks: [DataLoader(Noisy(), 4, sampler=InTurn())],
+    "a sampler with draws of its own": lambda ranks: [DataLoader(Noisy(), 4, sampler=OwnDraws())],
+    "batches_with_a_generator": lambda ranks: [DataLoader(Noisy(), batch_sampler=Batched())],  # type: ignore[arg-type]
+    "moved": lambda ranks: [Moved(Noisy(), 4, shuffle=True, num_workers=1)],
+    "an_iterator_for_each_pass": lambda ranks: [Ahead()],
     "persistent workers": lambda ranks: [
         DataLoader(Noisy(), 4, shuffle=True, num_workers=2, persistent_workers=True, collate_fn=noisy_collate)
     ],
@@ -391,6 +497,86 @@ def test_a_loader_that_is_tracked_is_refused(tmp_path: Path, words: str) -> None
     ctx._tracked.close()
 
 
+@pytest.mark.parametrize("of", ["the loader", "its sampler", "its sampler of batches"])
+def test_a_generator_that_a_pass_seeds_and_the_script_tracks_is_refused(tmp_path: Path, of: str) -> None:
+    ctx, generator, batches = make_context(tmp_path, RankGroup.alone()), torch.Generator(), Batched()
+    batches.generator = generator
+    options: dict[str, Any] = {"batch_sampler": batches}
+    if of != "its sampler of batches":
+        options = {"sampler": RandomSampler(Noisy(), generator=generator)}
+    if of == "the loader":
+        options = {"shuffle": True, "generator": generator}
+    with pytest.raises(UsageError, match="noise is tracked too: give the loader a generator of its own"):
+        for _ in ctx.epochs(1, model=nn.Linear(1, 1), noise=generator):
+            ctx.batches(DataLoader(Noisy(), **options))
+    ctx._tracked.close()
+
+
+def weighted() -> DataLoader[Any]:
+    return DataLoader(Noisy(), 4, sampler=WeightedRandomSampler([1] * LENGTH, LENGTH))
+
+
+def of_samples(sampler: Any) -> DataLoader[Any]:
+    return DataLoader(range(LENGTH), 4, sampler=sampler)  # type: ignore[arg-type]
+
+
+def of_pairs() -> DataLoader[Any]:
+    return DataLoader({(n, t): n for n in range(LENGTH) for t in "bc"}, batch_sampler=UnsavedBatches())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: of_samples(Unsaved()), "Unsaved"),
+        (of_pairs, "UnsavedBatches"),
+        (weighted, "WeightedRandomSampler"),
+        (lambda: DataLoader(Noisy(), 4, shuffle=True), ""),
+        (lambda: of_samples(OwnDraws()), ""),
+    ],
+)
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_pass_that_goes_on_in_another_order_says_so(
+    caplog: pytest.LogCaptureFixture, make: Callable[[], DataLoader[Any]], name: str, ahead: int
+) -> None:
+    log.propagate = True
+    loader = make()
+    part = Pass(loader, 1)
+    batches = iter(part)
+    for _ in range(3):
+        next(batches)
+        part.taken += 1
+    next(batches)
+    state = part.state_dict(ahead)
+    next(iter(Pass(make(), 1, state)))  # begun anew, a sampler draws the same
+    old = {key: value for key, value in state.items() if key != "order"}
+    next(iter(Pass(loader, 1, old)))  # a checkpoint of an older jobkit
+    assert caplog.messages == []
+    if isinstance(loader.sampler, WeightedRandomSampler):
+        loader.sampler.weights[3] = 9.0
+    resumed = Pass(loader, 1, state)
+    goes_on = iter(resumed)
+    next(goes_on)
+    assert [message.split()[:4] for message in caplog.messages] == [[name, "has", "another", "order"]] * bool(name)
+    resumed.taken += 1
+    if not name:  # the digest of the whole order
+        assert resumed.state_dict()["order"] == orders_of(make(), resumed.taken)
+
+
+def orders_of(loader: DataLoader[Any], count: int) -> str:
+    part = Pass(loader, 1)
+    for _ in itertools.islice(part, count):
+        part.taken += 1
+    return part.state_dict()["order"]
+
+
+@pytest.mark.parametrize("make", [lambda: Endless(Noisy(), 4, shuffle=True), Fast])
+def test_a_loader_that_keeps_an_iterator_of_its_own_is_refused(make: Callable[[], Any]) -> None:
+    loader = make()
+    with pytest.raises(UsageError, match="persistent_workers=True"):
+        for number in range(2):
+            list(itertools.islice(Pass(loader, number), 3))
+
+
 class Prepared:
     """As accelerate's: a DataLoader by its word alone, which iterates over the one within it."""
 
@@ -444,6 +630,7 @@ def test_with_another_batch_size_an_epoch_has_each_sample_once(tmp_path: Path) -
     batches = [batch for seen, _ in attempts for batch in seen]
     assert [len(batch) for batch in batches] == [4, 4, 5, 5, 3, 1]
     assert sorted(itertools.chain.from_iterable(batches)) == list(range(LENGTH))
+    # No word of another order: another batch size has no place in the old one.
     assert [said for _, said in attempts] == [[], [("batch size", 4, 5)], [("batch size", 5, 3)]]
 
 
