@@ -4,10 +4,9 @@
       --seeds--> the sampler's draws | the draws of a batch's samples and of its collate, by (base, batch)
 
 A checkpoint holds (base, batches taken); batches that are done are skipped without loading, and a digest of their
-order shows whether the sampler draws it again. A stream is read again, or
-goes on from its own state. All of it happens on a copy of the loader: one for each pass, or one for all where workers
-persist. worker/epochs.py and the adapters of frameworks call this. A dataset with a generator of its own draws what it
-draws: it is a limit.
+order shows whether the sampler draws it again. A stream is read again, or goes on from its own state. All of it happens
+on a copy of the loader: one for each pass, or one for all where workers persist. worker/epochs.py and the adapters of
+frameworks call this. A dataset with a generator of its own draws what it draws: it is a limit.
 """
 
 from __future__ import annotations
@@ -466,7 +465,8 @@ class Places:
                 indices = list(item) if several else [item]
                 if self._orders is not None:
                     order.update(_bytes_of(indices))
-                    self._orders[number + 1] = order.hexdigest()
+                    if number + 1 >= self._first:
+                        self._orders[number + 1] = order.hexdigest()
                 if number < self._first:
                     continue
                 self.ids[number] = [index for index in indices if isinstance(index, int)]
