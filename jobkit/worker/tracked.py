@@ -410,7 +410,8 @@ class PendingGradients:
             in_bucket = parameter.grad if parameter.grad is not None and parameter.grad._is_view() else None  # of DDP
             parameter.grad = None
             if name in added and isinstance(added[name], dict):
-                parameter.grad = torch.sparse_coo_tensor(**added[name], device=parameter.device)
+                sparse = torch.sparse_coo_tensor(**added[name], device=parameter.device, check_invariants=False)
+                parameter.grad = sparse
             elif name in added:
                 parameter.grad = torch.empty_like(parameter) if in_bucket is None else in_bucket
                 with torch.no_grad():

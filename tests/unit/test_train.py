@@ -57,6 +57,26 @@ def test_the_scale_of_fp16_halves_at_an_overflow_and_doubles_after_quiet() -> No
     assert scaler.begin(lambda: False) == 4.0
 
 
+@pytest.mark.parametrize("is_coalesced", [True, False])
+def test_a_sparse_gradient_comes_back_as_it_was(is_coalesced: bool) -> None:
+    model = nn.Embedding(3, 2, sparse=True)
+    tracked: Any = SimpleNamespace(
+        optimizers=[torch.optim.SGD(model.parameters())], stepped={}, on_step=None, has_begun=True
+    )
+    model(torch.tensor([2, 0, 2])).square().sum().backward()
+    before = model.weight.grad
+    assert before is not None
+    if is_coalesced:
+        before = model.weight.grad = before.coalesce()
+    gradients = PendingGradients(tracked)
+    state = gradients.state_dict()
+    model.weight.grad = None
+    gradients.load_state_dict(state)
+    after = model.weight.grad
+    assert after is not None and after.is_coalesced() == is_coalesced and after.shape == before.shape
+    assert torch.equal(after._indices(), before._indices()) and torch.equal(after._values(), before._values())
+
+
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("count", [1, 2])
 def test_gradients_are_state_exactly_where_a_backward_followed_the_last_step(count: int, to_none: bool) -> None:
