@@ -21,14 +21,18 @@ from jobkit.run.slots import Page, Phase
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 """Slurm sends SIGTERM for a preemption and a scancel; SIGUSR2 where a cluster has preempt_send_user_signal."""
 
-BEFORE_SAVE = (Phase.STEPPING, Phase.OUTSIDE)
-
 ONE_CTRL_C_SECONDS = 1.0
 """A terminal sends a Ctrl-C to torchrun's workers, and torchrun sends it to them once more."""
 
 
 _taken: list[Callable[[], None]] = []
 """The functions that make this process's handlers the first ones again."""
+
+_freed: list[Callable[[], None]] = []
+"""The functions that give a process which this one forks the SIGTERM that it has without jobkit."""
+
+_forks = threading.local()
+"""The signal mask of a thread before it forks."""
 
 
 def take_stop_signals(page: Page | None = None, *, ctrl_c: bool = False) -> None:
@@ -38,8 +42,7 @@ def take_stop_signals(page: Page | None = None, *, ctrl_c: bool = False) -> None
     closed terminal do the same, for a script that a person started; a second Ctrl-C is Python's.
 
     A handler of the user's own is called after the flag is set. It may not end the rank by an exception: the step under
-    way would be lost. A process that the rank forks sets no flag: SIGTERM ends it as usual, but for the SIGTERM of a
-    stop, where the rank may need it to come to its save.
+    way would be lost. A process that the rank forks sets no flag, and SIGTERM ends it as without jobkit.
     """
     page = page or Page.of_environment(os.environ)
     if page is None:
@@ -58,9 +61,6 @@ def take_stop_signals(page: Page | None = None, *, ctrl_c: bool = False) -> None
         if os.getpid() != rank:
             if number in users:
                 users[number](number, frame)
-            elif number == signal.SIGTERM and not (page.stop_asked and page.read().phase in BEFORE_SAVE):
-                signal.signal(number, signal.SIG_DFL)
-                os.kill(os.getpid(), number)
             return
         if number == signal.SIGHUP:
             for descriptor in terminals:  # the terminal is gone: a print of the script would raise an error
@@ -86,8 +86,31 @@ def take_stop_signals(page: Page | None = None, *, ctrl_c: bool = False) -> None
             if callable(before) and before not in (stop, signal.default_int_handler):
                 users[number] = before
 
+    def free() -> None:
+        # A handler in Python comes too late for a process that is about to wait for a lock, and its pool waits for it.
+        if signal.SIGTERM not in users and signal.getsignal(signal.SIGTERM) is stop:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
     take()
+    if not _taken:
+        os.register_at_fork(before=_hold_sigterm, after_in_parent=_release_sigterm, after_in_child=_free_child)
     _taken[:] = [take]
+    _freed[:] = [free]
+
+
+def _hold_sigterm() -> None:
+    """Let SIGTERM wait: Python drops what a forked process receives before its first line."""
+    _forks.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+
+def _release_sigterm() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forks.mask)
+
+
+def _free_child() -> None:
+    for free in _freed:
+        free()
+    _release_sigterm()
 
 
 def take_stop_signals_again() -> None:
