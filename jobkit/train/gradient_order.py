@@ -69,20 +69,21 @@ class GradientOrder:
             self._forget_hooks()
         return self._order if self._is_first else None
 
-    def settle(self, order: Sequence[str] | None) -> None:
+    def settle(self, order: Sequence[str] | None, in_buckets: Sequence[str] | None = None) -> bool:
         """Lay the buckets out for an order that was learnt before, given on the first rank of the group. Collective.
 
-        Nothing happens where there is none, or where it is one of other parameters. PyTorch lays a reducer's buckets
-        out once: its parameters are given to a new one in that order, which is then told that all of them are ready.
+        Return False where there is none, or where it is one of other parameters. In a restore `in_buckets` names the
+        parameters whose gradients lie in the buckets: as zeros, to be filled. PyTorch lays a reducer's buckets out
+        once: its parameters are given to a new one in that order, which is then told that all of them are ready.
         """
         model = self.model
         if not has_order(model):
-            return
+            return False
         box = [list(order) if order is not None else None]
         dist.broadcast_object_list(box, group=model.process_group, group_src=0)
         chosen, names = box[0], {parameter: name for name, parameter in _reduced(model).items()}
         if chosen is None or set(chosen) != set(names.values()):
-            return
+            return False
         self._order = chosen
         self._forget_hooks()
         if self._settling is not None:
@@ -90,6 +91,9 @@ class GradientOrder:
         place = {name: number for number, name in enumerate(chosen)}
         listed = sorted(zip(*model._build_params_for_reducer(), strict=True), key=lambda pair: place[names[pair[0]]])
         parameters, sparse = [parameter for parameter, _ in listed], [is_sparse for _, is_sparse in listed]
+        if in_buckets is not None:  # a new reducer takes the gradients that are there into its buckets
+            for parameter, name in names.items():
+                parameter.grad = torch.zeros_like(parameter) if name in in_buckets else None
         model.reducer = model.logger = None  # first: they hold a bucket for every gradient
         model._ddp_init_helper(
             parameters, sparse, model._build_debug_param_to_name_mapping(parameters), model.static_graph
@@ -103,6 +107,7 @@ class GradientOrder:
         if model.static_graph:  # the new reducer has not seen the graph yet
             model.static_graph = False
             model._set_static_graph()
+        return True
 
     def in_buckets(self) -> list[str]:
         """Return the parameters whose gradients lie in DDP's buckets, as with `gradient_as_bucket_view`.
@@ -115,7 +120,7 @@ class GradientOrder:
         return [name for name, gradient in gradients if gradient is not None and gradient._is_view()]
 
     def put_in_buckets(self, names: Sequence[str]) -> None:
-        """Let gradients lie in DDP's buckets again, as zeros. Collective.
+        """Let gradients lie in the buckets of a DDP that has not settled, as zeros. Collective.
 
         DDP divides these by the number of ranks, and multiplies others by its inverse: not the same on three ranks. It
         takes a gradient into its bucket in a backward pass, so there is one of zeros.

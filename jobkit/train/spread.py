@@ -411,8 +411,9 @@ class GradientOrders:
         present = [set(names) for names in self._ranks.gather([name for name, _, _ in alive])]
         for name, order, model in alive:
             if all(name in present[rank] for rank in order.members):
-                order.settle(orders.get(name))
-                order.put_in_buckets(state.get("in_buckets", {}).get(name, []))
+                in_buckets = state.get("in_buckets", {}).get(name, [])
+                if not order.settle(orders.get(name), in_buckets):
+                    order.put_in_buckets(in_buckets)
                 model.require_forward_param_sync = broadcasts.get(name, model.require_forward_param_sync)
 
 

@@ -403,6 +403,7 @@ OWN_DDP: dict[str, dict[str, Any]] = {
     "compressed": {"hook": default_hooks.fp16_compress_hook},
     "unused": {"find_unused_parameters": True},
     "static": {"static_graph": True},
+    "static_kept_viewed": {"static_graph": True, "keeps": True, "gradient_as_bucket_view": True},
 }
 """How scripts make theirs, and what they track of it: each an option of OwnDdp."""
 
