@@ -8,7 +8,8 @@
 Words after `sh` or `console`: `slurm` runs it on the tests' Slurm, `dry-run` adds --dry-run to each submission, and any
 other word names a program without which the block is left out. `^C` in the output of a command presses Ctrl-C once the
 run trains. Each line that a page shows must be one of the command's: numbers with a point may differ by a twentieth, as
-they depend on the processor, and lines with times, sizes and attempts are left out.
+they depend on the processor, columns may be wider or narrower, as a long name in another line makes them so (a fast
+machine ends a run before its first `perf/` curve), and lines with times, sizes and attempts are left out.
 """
 
 from __future__ import annotations
@@ -49,16 +50,20 @@ NUMBER = re.compile(r"(\d+\.\d+(?:e-\d+)?)")
 
 
 def is_shown(line: str, output: str) -> bool:
-    """Return whether a line of a page is in a command's output, but for its seconds and the last digits."""
-    shown = re.sub(r" \(\d+ s\)", "", line.strip())
+    """Return whether a line of a page is in a command's output, but for seconds, the last digits and the columns."""
+    shown = _plain(line)
     words, numbers = NUMBER.split(shown)[::2], NUMBER.findall(shown)
     for other in output.splitlines():
-        plain = re.sub(r" \(\d+ s\)", "", other.strip())
+        plain = _plain(other)
         if NUMBER.split(plain)[::2] == words:
             pairs = zip(numbers, NUMBER.findall(plain), strict=True)
             if all(math.isclose(float(one), float(two), rel_tol=0.05) for one, two in pairs):
                 return True
     return False
+
+
+def _plain(line: str) -> str:
+    return re.sub(" {3,}", "  ", re.sub(r" \(\d+ s\)", "", line.strip()))
 
 
 @dataclass
