@@ -21,12 +21,12 @@ import torch
 
 from jobkit.errors import CheckpointError
 
-_MAPPINGS: dict[str, Callable[[list[tuple[Any, Any]]], Any]] = {
+MAPPINGS: dict[str, Callable[[list[tuple[Any, Any]]], Any]] = {
     "dict": dict,
     "OrderedDict": collections.OrderedDict,
     "Counter": lambda items: collections.Counter(dict(items)),
 }
-_SEQUENCES: dict[str, Callable[[Any], Any]] = {
+SEQUENCES: dict[str, Callable[[Any], Any]] = {
     "tuple": tuple,
     "set": set,
     "frozenset": frozenset,
@@ -87,7 +87,7 @@ def _encode(value: Any, path: str, tree: Tree) -> Any:
         return {"number": base64.b64encode(value.tobytes()).decode(), "dtype": value.dtype.str}
     if kind is list:
         return [_encode(item, _join(path, number), tree) for number, item in enumerate(value)]
-    if kind.__name__ in _SEQUENCES and kind in (tuple, set, frozenset, torch.Size):
+    if kind.__name__ in SEQUENCES and kind in (tuple, set, frozenset, torch.Size):
         items = sorted(value, key=repr) if kind in (set, frozenset) else value  # a set's order differs by process
         return {kind.__name__: [_encode(item, _join(path, number), tree) for number, item in enumerate(items)]}
     if kind in (dict, collections.OrderedDict, collections.Counter):
@@ -194,10 +194,10 @@ class _Decoder:
             return np.frombuffer(base64.b64decode(content), dtype=value["dtype"])[0]
         if kind == "function":
             return self.functions.get(content)
-        if kind in _SEQUENCES:
-            return _SEQUENCES[kind](self.decode(item) for item in content)
-        if kind in _MAPPINGS:
-            return _MAPPINGS[kind](self._pairs(content))
+        if kind in SEQUENCES:
+            return SEQUENCES[kind](self.decode(item) for item in content)
+        if kind in MAPPINGS:
+            return MAPPINGS[kind](self._pairs(content))
         if kind == "defaultdict":
             return collections.defaultdict(_FACTORIES[value["factory"]], self._pairs(content))
         if kind == "deque":

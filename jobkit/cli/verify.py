@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--local", action="store_true", help="on this machine (default where there is no sbatch)")
     place.add_argument("--cluster", metavar="NAME", help="slurm, or a name under `clusters:`")
+    parser.add_argument("--ranks", type=int, metavar="N", help="ranks, on one node (default: those of the YAML)")
     parser.add_argument("--runs-dir", type=Path, metavar="DIR", help="where runs live ($JOBKIT_RUNS or ./runs)")
     parser.add_argument("--json", action="store_true", help="for programs: {equal, lines, difference, ...}")
     show_examples(
@@ -53,7 +54,10 @@ def run(arguments: argparse.Namespace) -> int:
     from jobkit.submission import checks
     from jobkit.submission.plan import make_plan, target
     from jobkit.verify import runs
+    from jobkit.verify.forgotten import as_json
 
+    if arguments.ranks is not None and arguments.ranks < 1:
+        raise InputError(key="--ranks", found=arguments.ranks, allowed="1 or more")
     if arguments.steps < MIN_STEPS:
         raise InputError(key="--steps", found=arguments.steps, allowed=f"{MIN_STEPS} or more")
     runs_dir = runs_dir_of(arguments.runs_dir)
@@ -66,6 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
     submitted = read_status(source).submitted if source is not None else None
     entry = submitted.entry if submitted is not None and not arguments.local else None
     place = target(loaded.config, local=arguments.local, cluster=arguments.cluster or entry)
+    if arguments.ranks is not None:
+        place = runs.with_ranks(place, arguments.ranks)
     plan = make_plan(loaded, runs_dir, place)
     for line in [] if arguments.json else checks.check(plan, Path.cwd() if source is None else source.code):
         print(line, file=sys.stderr)
@@ -80,6 +86,8 @@ def run(arguments: argparse.Namespace) -> int:
         say=lambda line: None if arguments.json else print(line, flush=True),
         prepare=lambda run: _copy_checkpoint(source, step, run) if source is not None else None,
         first=step,
+        ranks=arguments.ranks,
+        shows=sys.stderr.isatty() and not arguments.json,
     )
     with Lock(runs_dir / ".verify" / f"{verification.runs_dir.name}.lock"):  # another one would delete these runs
         report = verification.run()
@@ -92,11 +100,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         difference = report.difference
         words = None if difference is None else {"kind": difference.kind, "name": difference.name}
-        print(json.dumps({**vars(report), "difference": words}))
+        found = [as_json(item, verification.code) for item in report.found]
+        print(json.dumps({**vars(report), "difference": words, "found": found}))
     else:
         print("\n".join(report.lines))
-        if report.missing:
-            print(f"not exercised within {arguments.steps} steps: {', '.join(report.missing)}")
     return EXIT_FINISHED if report.equal else EXIT_FAILED
 
 

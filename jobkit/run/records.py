@@ -172,6 +172,44 @@ class Drill:
         return next((item for item in self.interruptions if item.attempt == attempt), None)
 
 
+SeenKind = Literal["state", "generator", "tensor", "value"]
+"""`state`: an object with a state_dict; `tensor`: arrays too; `value`: a number, a text, None or a long container."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """A thing of a verification's program that a name leads to, and that is not tracked; at one boundary."""
+
+    kind: SeenKind
+    digest: str
+    """Of a plain value its text, where that is short."""
+    is_same: bool
+    """True if it is the object that the boundary before had under this expression."""
+    is_scalar: bool
+    """True for tensors of one element: a loop may make them anew at each step, as a mean for its bar."""
+    size: int
+    """Elements of its tensors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """What a person is told of an expression that leads to such a thing."""
+
+    type: str
+    way: Literal["track", "values", "attributes", "bit_generator", "own_state", "loader"]
+    """How its state would be declared: the object itself, a value, attributes of its owner, the state of NumPy's
+    generator, a state_dict that a person writes around it, or ctx.loader in place of an iterator."""
+    owner: str
+    """The expression that ctx.track, ctx.values or jobkit.attributes would take."""
+    name: str
+    """The variable, or the attribute, that is assigned."""
+    file: str
+    scope: str
+    """The function that has the variable with which the expression begins; empty for a module's."""
+    holder: str
+    """The class of the object that has the attribute; empty for a variable."""
+
+
 # What commands leave
 
 

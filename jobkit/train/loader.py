@@ -143,6 +143,8 @@ class Loader:
         self._device = device or torch.device("cpu")
         self._iterator: Iterator[Any] | None = None
         self._said: set[tuple[str, Any]] = set()
+        self.see: Callable[[Any], None] = lambda batch: None
+        """Called with each batch of a stream; a verification compares them."""
         self.stream: Stream | None = None
         """How the stream is divided; None for a dataset with a length."""
         if is_stream(dataset):
@@ -185,6 +187,7 @@ class Loader:
         else:
             with nullcontext() if self._options.get("num_workers") else preserved_generators():
                 batch = self.stream.take(next(self._iterator))
+            self.see(batch)
         self.done += self.global_batch_size
         return to_device(batch, self._device)
 

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
+from jobkit.run.records import About, Seen
 from jobkit.run.rundir import RunDir
 from jobkit.verify.plan import Course
 
 Kind = Literal["restored state", "samples", "values", "generators", "state", "end", "result"]
 
-GENERATORS = "jobkit.generators"
-VALUES = "values"
-"""The entry of ctx.values: plain values, which may measure time."""
+GENERATORS = "jobkit.generators."
+"""The leaves of the state of the random generators begin with this."""
 
 TIMES = "perf/"
 """The names of values that measure time begin with this."""
@@ -36,16 +36,25 @@ class Place:
     step: int
     event: Literal["restored", "boundary", "evaluated", "end"]
     epoch: int = 0
-    samples: list[int] = field(default_factory=list)
+    samples: list[int | str] = field(default_factory=list)
     """Ids of the samples of the step that ended here."""
     values: Mapping[str, str] = field(default_factory=dict)
     """Values logged since the line before: name -> raw bits in hex."""
     state: Mapping[str, str] = field(default_factory=dict)
-    """Digest of each entry."""
+    """Digest of each leaf, by its path: `model.0.weight`, `values.best`; of plain values their text."""
+    trained: list[str] = field(default_factory=list)
+    """Of a restored state: the leaves that are trained."""
+    divides_by_three: bool | None = None
+    """Whether the global batches of a program with DDP do; None for another program, and where nothing says it."""
     result: Any = None
     files: list[str] = field(default_factory=list)
     """Files outside the runs directory that were written up to the end."""
-    locals: Mapping[str, str] = field(default_factory=dict)
+    seen: Mapping[str, Seen] = field(default_factory=dict)
+    """What lives untracked, by the expression that leads to it."""
+    about: Mapping[str, About] = field(default_factory=dict)
+    """Of expressions of which the lines before have none, or another."""
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """Expressions of things that were too large to look at, and their bytes."""
 
 
 Trace = Mapping[int, Sequence[Place]]
@@ -78,9 +87,16 @@ def read_trace(run: RunDir) -> Trace:
 
 
 def _place(line: dict[str, Any], rank: int, attempt: int) -> Place:
-    names = ("step", "event", "epoch", "samples", "state", "result", "files", "locals")
+    names = ("step", "event", "epoch", "samples", "state", "trained", "divides_by_three", "result", "files", "left_out")
     values = {name: bits for name, bits in line["values"].items() if not name.startswith(TIMES)}
-    return Place(rank=rank, attempt=attempt, values=values, **{name: line[name] for name in names if name in line})
+    return Place(
+        rank=rank,
+        attempt=attempt,
+        values=values,
+        seen={name: Seen(**item) for name, item in line.get("seen", {}).items()},
+        about={name: About(**item) for name, item in line.get("about", {}).items()},
+        **{name: line[name] for name in names if name in line},
+    )
 
 
 def course_of(trace: Trace) -> Course:
@@ -88,19 +104,36 @@ def course_of(trace: Trace) -> Course:
     places = [place for place in trace[0] if place.event != "end"]
     return Course(
         first=places[0].step,
-        last=places[-1].step,
+        last=max(place.step for place in trace[0]),  # a step that the loop leaves by a break has no boundary
         evaluations=tuple(place.step for place in places if place.event == "evaluated"),
         epoch_ends=tuple(after.step for before, after in pairwise(places) if before.epoch != after.epoch),
     )
 
 
-def first_difference(first: Trace, second: Trace, ignored: Collection[str] = ()) -> Difference | None:
+@dataclass(frozen=True, kw_only=True)
+class Excused:
+    """What differs between two straight runs, as times and paths do: the program's own, and nobody's fault."""
+
+    values: frozenset[str] = frozenset()
+    """Logged values, by name."""
+    leaves: frozenset[str] = frozenset()
+    """Leaves of the tracked state."""
+    results: frozenset[str] = frozenset()
+    samples: bool = False
+    """True if two straight runs have other samples: then nothing can be compared."""
+
+    @property
+    def words(self) -> list[str]:
+        return [*sorted(self.values), *sorted(self.leaves), *(f"result.{name}" for name in sorted(self.results))]
+
+
+def first_difference(first: Trace, second: Trace, excused: Excused = Excused()) -> Difference | None:
     """Return the earliest difference of two runs of the same ranks; None where they are equal.
 
-    At each boundary the order is: restored state, samples, values, generators, state. `ignored` are what
-    `differing_values` returns for two straight runs.
+    At each boundary the order is: restored state, samples, values, generators, state. `excused` is what `differing`
+    returns for two straight runs.
     """
-    differences = [difference for rank in second for difference in _of_rank(first.get(rank, ()), second[rank], ignored)]
+    differences = [difference for rank in second for difference in _of_rank(first.get(rank, ()), second[rank], excused)]
     order = {"restored": 0, "boundary": 1, "evaluated": 2, "end": 3}
     return min(
         differences,
@@ -109,19 +142,24 @@ def first_difference(first: Trace, second: Trace, ignored: Collection[str] = ())
     )
 
 
-def _of_rank(first: Sequence[Place], second: Sequence[Place], ignored: Collection[str]) -> Iterator[Difference]:
+def _of_rank(first: Sequence[Place], second: Sequence[Place], excused: Excused) -> Iterator[Difference]:
+    for reference, place in pairs(first, second):
+        for kind, name, values in _compare(reference, place, excused):
+            yield Difference(
+                kind=kind, name=name, first=values[0], second=values[1], place=place, reference=reference
+            )  # fmt: skip
+            return
+
+
+def pairs(first: Sequence[Place], second: Sequence[Place]) -> Iterator[tuple[Place, Place]]:
+    """Yield each place of a rank's second run with that of its first run, in the order of the second."""
     expected = {_key(place): place for place in first}
     for place in second:
         reference = expected.get(_key(place))
         if place.event == "restored" and reference is None:  # the state of that boundary, before its evaluations
             reference = expected.get((place.step, "boundary"))
-        if reference is None:
-            continue
-        for kind, name, values in _compare(reference, place, ignored):
-            yield Difference(
-                kind=kind, name=name, first=values[0], second=values[1], place=place, reference=reference
-            )  # fmt: skip
-            return
+        if reference is not None:
+            yield reference, place
 
 
 def _key(place: Place) -> tuple[int | None, str]:
@@ -129,26 +167,29 @@ def _key(place: Place) -> tuple[int | None, str]:
     return (None if place.event == "end" else place.step), place.event
 
 
-def _compare(first: Place, second: Place, ignored: Collection[str]) -> Iterator[tuple[Kind, str, tuple[Any, Any]]]:
+def _compare(first: Place, second: Place, excused: Excused) -> Iterator[tuple[Kind, str, tuple[Any, Any]]]:
     if first.step != second.step and second.event == "end":
         yield "end", "", (first.step, second.step)
     if second.event != "restored":
         if first.samples != second.samples:
             yield "samples", "", (first.samples, second.samples)
-        for name in sorted(set(first.values) | set(second.values)):
-            pair = first.values.get(name), second.values.get(name)
-            if name not in ignored and pair[0] != pair[1]:
-                yield "values", name, (_number(pair[0]), _number(pair[1]))
-    for name in sorted(set(first.state) | set(second.state), key=lambda name: (name != GENERATORS, name)):
-        pair = first.state.get(name), second.state.get(name)
-        if pair[0] != pair[1] and f"ctx.{name}" not in ignored:
-            kind: Kind = "generators" if name == GENERATORS else "state"
-            yield "restored state" if second.event == "restored" else kind, name, pair
+        for name in sorted(_differing(first.values, second.values) - excused.values):
+            yield "values", name, (_number(first.values.get(name)), _number(second.values.get(name)))
+    differing = _differing(first.state, second.state) - excused.leaves
+    for name in sorted(differing, key=lambda name: (not name.startswith(GENERATORS), name)):
+        kind: Kind = "generators" if name.startswith(GENERATORS) else "state"
+        yield (
+            "restored state" if second.event == "restored" else kind,
+            name,
+            (first.state.get(name), second.state.get(name)),
+        )
     results = _results(first), _results(second)
-    for name in sorted(set(results[0]) | set(results[1])):
-        pair = results[0].get(name), results[1].get(name)
-        if name not in ignored and pair[0] != pair[1]:
-            yield "result", name.removeprefix("result/"), pair
+    for name in sorted(_differing(*results) - excused.results):
+        yield "result", name, (results[0].get(name), results[1].get(name))
+
+
+def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> set[str]:
+    return {name for name in first.keys() | second.keys() if first.get(name) != second.get(name)}
 
 
 def _number(bits: str | None) -> float | None:
@@ -158,35 +199,39 @@ def _number(bits: str | None) -> float | None:
 def _results(place: Place) -> dict[str, str]:
     """Return the training function's result, by name; as text, because a NaN is not equal to itself."""
     if not isinstance(place.result, dict):
-        return {"result": json.dumps(place.result)}
-    return {f"result/{name}": json.dumps(value) for name, value in place.result.items()}
+        return {"": json.dumps(place.result)}
+    return {name: json.dumps(value) for name, value in place.result.items()}
 
 
-def differing_values(first: Trace, second: Trace) -> frozenset[str]:
-    """Return the names of plain values that differ between two straight runs, as times and paths do.
-
-    They are names that were logged, `result/<name>` for the result, `ctx.values` for what lies in there, and
-    `ctx.jobkit.generators` for a script that does not seed all of them.
-    """
-    names: set[str] = set()
+def differing(first: Trace, second: Trace) -> Excused:
+    """Return what differs between two straight runs."""
+    values, leaves, results, samples = set[str](), set[str](), set[str](), False
     for rank, places in first.items():
-        others = {_key(place): place for place in second.get(rank, ())}
-        for place in places:
-            other = others.get(_key(place))
-            if other is None:
-                continue
-            names |= {name for name, bits in place.values.items() if other.values.get(name) != bits}
-            names |= {name for name, value in _results(place).items() if _results(other).get(name) != value}
-            names |= {f"ctx.{name}" for name in (VALUES, GENERATORS) if place.state.get(name) != other.state.get(name)}
-    return frozenset(names)
+        for place, other in pairs(places, second.get(rank, ())):
+            values |= _differing(place.values, other.values)
+            leaves |= _differing(place.state, other.state)
+            results |= _differing(_results(place), _results(other))
+            samples |= place.samples != other.samples
+    return Excused(values=frozenset(values), leaves=frozenset(leaves), results=frozenset(results), samples=samples)
 
 
-def seen(trace: Trace) -> list[str]:
-    """Return the kinds of values that a straight run shows, in words."""
+def trained(trace: Trace) -> set[str]:
+    """Return the leaves that are trained."""
+    return {name for places in trace.values() for place in places for name in place.trained}
+
+
+def seen(trace: Trace, excused: Excused = Excused()) -> list[str]:
+    """Return what was compared, in words: of what a straight run shows that which is not excused."""
     places = [place for places in trace.values() for place in places]
-    words = ["samples"] if any(place.samples for place in places) else []
-    words += ["logged values"] if any(place.values for place in places) else []
-    return [*words, "generators", "tracked state"]
+    results = {name for place in places if place.result is not None for name in _results(place)}
+    words = {
+        "samples": any(place.samples for place in places),
+        "logged values": {name for place in places for name in place.values} - excused.values,
+        "generators": any(name.startswith(GENERATORS) for place in places for name in place.state),
+        "tracked state": {name for place in places for name in place.state} - excused.leaves,
+        "the result": results - excused.results,
+    }
+    return [word for word, is_there in words.items() if is_there]
 
 
 def repeated_steps(trace: Trace) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from jobkit.run.records import Interruption, InterruptionKind
-from jobkit.verify.compare import Difference, Kind, Trace
+from jobkit.verify.compare import Difference
 
 WORDS: dict[InterruptionKind, str] = {
     "stop": "stop after {}",
@@ -22,7 +22,7 @@ def interruption_words(item: Interruption) -> str:
     return WORDS[item.kind].format(item.at)
 
 
-WORDS_OF: dict[Kind, tuple[str, str]] = {
+WORDS_OF: dict[str, tuple[str, str]] = {
     "restored state": (
         "restored {name} is not the state that was saved: {values}",
         "{name}: its load_state_dict does not give back what its state_dict holds",
@@ -39,6 +39,10 @@ WORDS_OF: dict[Kind, tuple[str, str]] = {
     "state": (
         "step {step}: {samples}values equal; the state of {name} differs",
         "step {step} changes {name} by something that no checkpoint holds",
+    ),
+    "state at the end": (
+        "all steps are equal; the state of {name} differs at the end",
+        "the lines after the loop change {name} by something that no checkpoint holds, as the best weights so far",
     ),
     "end": (
         "the loop ends after another number of steps: {values}",
@@ -58,14 +62,27 @@ def difference_lines(difference: Difference, items: Collection[Interruption]) ->
     before = [item for item in items if item.attempt == place.attempt - 1]
     after = f", after the {interruption_words(before[0])}" if before else ""
     facts = {
-        "name": difference.name,
+        "name": _in_words(difference.name),
         "step": place.step - 1,
         "samples": "samples equal; " if difference.reference.samples else "",
         "values": f"{_short(difference.first)} | {_short(difference.second)}",
     }
-    what, conclusion = (words.format(**facts) for words in WORDS_OF[difference.kind])
+    kind = "state at the end" if (difference.kind, place.event) == ("state", "end") else difference.kind
+    what, conclusion = (words.format(**facts) for words in WORDS_OF[kind])
     first = f"the first difference: {place.step} steps done, rank {place.rank}, attempt {place.attempt}{after}"
     return [first, what, f"=> {conclusion}"]
+
+
+OF_JOBKIT = {
+    "jobkit.gradients.": "the gradients that wait for an update",
+    "jobkit.unexchanged.": "the gradients that wait for the other ranks",
+    "jobkit.scaler.": "the scale of the loss",
+    "jobkit.epochs.": "the place in the epoch",
+}
+
+
+def _in_words(name: str) -> str:
+    return next((words for begin, words in OF_JOBKIT.items() if name.startswith(begin)), name)
 
 
 def relative_words(difference: Difference) -> str:
@@ -74,23 +91,6 @@ def relative_words(difference: Difference) -> str:
     if not (isinstance(first, float) and isinstance(second, float)) or not (first or second):
         return ""
     return f" (a relative {abs(first - second) / max(abs(first), abs(second)):.1e})"
-
-
-def locals_line(first: Trace, second: Trace, difference: Difference) -> str:
-    """Return the training function's plain values that differ just before the first difference; empty without any."""
-    place = difference.place
-    for step in (place.step, place.step - 1):
-        values = [_locals_at(trace, place.rank, step) for trace in (first, second)]
-        names = [name for name in values[0] if name in values[1] and values[0][name] != values[1][name]]
-        if names:
-            pairs = ", ".join(f"{name} {values[0][name]} | {values[1][name]}" for name in names)
-            return f"locals of the training function that differ (a hint): {pairs}"
-    return ""
-
-
-def _locals_at(trace: Trace, rank: int, step: int) -> dict[str, str]:
-    places = [place for place in trace.get(rank, ()) if place.event == "boundary" and place.step == step]
-    return dict(places[-1].locals) if places else {}
 
 
 def _short(value: Any) -> str:

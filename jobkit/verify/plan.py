@@ -27,29 +27,34 @@ class Course:
     """Boundaries at which an `every=` function or an evaluation ran."""
     epoch_ends: tuple[int, ...] = ()
 
+    @property
+    def last_pass(self) -> int:
+        """The boundary with which the last pass begins, of an epoch or between two evaluations."""
+        return max((place for place in (*self.evaluations, *self.epoch_ends) if place < self.last), default=self.first)
+
 
 KINDS: tuple[InterruptionKind, ...] = get_args(InterruptionKind)
 
 
-def interruptions(course: Course, kinds: Iterable[InterruptionKind] = KINDS) -> tuple[Interruption, ...]:
+def interruptions(course: Course) -> tuple[Interruption, ...]:
     """Return the interruptions of one run, each of another attempt. A kind for which there is no place is left out.
 
-    A kill comes one step after the save that the next attempt starts from, so that a step is repeated.
+    The stop comes within the last pass, for what only the result reads was added up there; one kill as early as may be,
+    for a program may begin otherwise than it goes on. A kill comes one step after the save that the next attempt starts
+    from, so that a step is repeated.
     """
-    chosen = list(kinds)
     taken: dict[int, InterruptionKind] = {}
-    particular: dict[InterruptionKind, tuple[int, ...]] = {
-        "evaluation": course.evaluations,
-        "epoch end": course.epoch_ends,
-    }
-    for kind, places in particular.items():
-        if kind in chosen and (place := _free(course, places, taken)) is not None:
-            taken[place] = kind
-    wanted = [kind for kind in chosen if kind not in particular]
-    for number, kind in enumerate(wanted, start=1):
-        near = course.first + (course.last - course.first) * number // (len(wanted) + 1)
-        inner = sorted(range(course.first + 1, course.last), key=lambda step: abs(step - near))
-        if (place := _free(course, inner, taken)) is not None:
+    inner = range(course.first + 1, course.last)
+    middle = (course.first + course.last) // 2
+    wanted: list[tuple[InterruptionKind, Iterable[int]]] = [
+        ("stop", sorted(inner, key=lambda place: (place <= course.last_pass, -place))),
+        ("evaluation", course.evaluations),
+        ("epoch end", course.epoch_ends),
+        ("memory", inner),
+        ("disk", sorted(inner, key=lambda place: abs(place - middle))),
+    ]
+    for kind, places in wanted:
+        if (place := _free(course, places, taken)) is not None:
             taken[place] = kind
     return tuple(
         Interruption(attempt=attempt, at=place, kind=kind)

@@ -246,6 +246,8 @@ class Context:
             gather=self._ranks.gather,
             **options,
         )
+        if self._loop.trace is not None:
+            loader.see = self._loop.trace.see
         self._step.loaders.append(loader)
         return loader
 
@@ -575,11 +577,6 @@ class Context:
         self.is_finished = True
         self.close()
         return self.result
-
-    def trace_locals_of(self, function: Callable[..., Any]) -> None:
-        """For `jobkit verify`: the function whose plain local values a trace may show."""
-        if self._loop.trace is not None:
-            self._loop.trace.function = getattr(function, "__code__", None)
 
     @property
     def stopped(self) -> Stopped | None:

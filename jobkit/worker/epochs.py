@@ -245,6 +245,8 @@ class Epochs:
             first_of_pass = False
             loop.begin_step()
             self._is_held = True
+            if loop.trace is not None:
+                loop.trace.see(batch)
             yield batch[0] if len(loaders) == 1 else batch
             for part in self._passes:
                 part.taken += 1

@@ -71,7 +71,7 @@ class Loop:
         """Results of the `every=` functions after the last step: the last checkpoint's metrics."""
         self.own_time = own_time
         self.drill = rank.run.drill()
-        self.trace = Trace(rank) if self.drill is not None else None
+        self.trace = Trace(rank, tracked) if self.drill is not None else None
         self._rank, self._ranks, self._tracked = rank, ranks, tracked
         self._checkpoints, self._reporter, self._health, self._timing = checkpoints, reporter, health, timing
         self._on_begin = on_begin
@@ -102,7 +102,7 @@ class Loop:
         self._agree_at = self._ordinal + 1
         self._rank.beat(self.boundary.step)
         if self.trace is not None:
-            self.trace.write(self.boundary, "restored", self._state())
+            self.trace.write(self.boundary, "restored")
 
     def steps(self, total: int, every: Every) -> Iterator[int]:
         """Yield step numbers from where the run stands up to `total`."""
@@ -150,7 +150,7 @@ class Loop:
         self._ordinal += 1
         self._rank.page.beat(self._rank.attempt, Phase.STEPPING, step)
         if self.trace is not None:
-            self.trace.take(self._reporter)
+            self.trace.take(self._reporter.values_now())
         self._reporter.end_step(step - 1)
         if self._ordinal < self._agree_at and not due and not (self._is_alone and self._rank.stop_asked):
             disk, memory = self._checkpoints.is_due_after(step)
@@ -161,7 +161,7 @@ class Loop:
     def _settle(self, *, is_last: bool, due: bool) -> None:
         """Agree, and carry out the decision."""
         if self.trace is not None:
-            self.trace.write(self.boundary, "boundary", self._state())
+            self.trace.write(self.boundary, "boundary")
         decision = self._agree(is_last=is_last)
         self._pending = None
         if is_last:
@@ -189,7 +189,7 @@ class Loop:
         """The training function left the loop by a break; the step that it left is done."""
         self.boundary = boundary
         if self.trace is not None:
-            self.trace.take(self._reporter)
+            self.trace.take(self._reporter.values_now())
         self._reporter.end_step(max(0, boundary.step - 1), compare=False)  # an error leaves the loop so too
         self.end()
 
@@ -348,8 +348,8 @@ class Loop:
     def note_evaluation(self) -> None:
         """An evaluation that is part of the step under way is done."""
         if self.trace is not None:
-            self.trace.take(self._reporter)
-            self.trace.write(self.boundary, "evaluated", self._state())
+            self.trace.take(self._reporter.values_now())
+            self.trace.write(self.boundary, "evaluated")
 
     def _run(self, due: Sequence[Call], *, is_last: bool) -> None:
         if not due:
@@ -371,9 +371,9 @@ class Loop:
                 )
             self.look()
         if self.trace is not None:
-            self.trace.take(self._reporter)
-            self.trace.take_values(values)
-            self.trace.write(self.boundary, "evaluated", self._state())
+            self.trace.take(self._reporter.values_now())
+            self.trace.take(values)
+            self.trace.write(self.boundary, "evaluated")
         self._reporter.end_step(step, compare=False)
         if self._pending is not None:
             self._checkpoints.offer_best(self._pending, values)
@@ -386,16 +386,12 @@ class Loop:
 
     # Drills of `jobkit verify`
 
-    def _state(self) -> dict[str, str]:
-        self._tracked.before_look()
-        return self._checkpoints.checkpointer.stager.digests(self._tracked.entries)
-
     def write_end(self, result: Any) -> None:
         """Write the last line of the trace."""
         if self.trace is not None:
             # Rank 0's result is the run's: a function of `every=` may return a number there alone.
             mine = result if self._rank.rank == 0 else None
-            self.trace.write(self.boundary, "end", self._state(), result=mine, files=self.trace.written)
+            self.trace.write(self.boundary, "end", result=mine, files=self.trace.written)
 
     def _drill_stops(self, *kinds: InterruptionKind) -> bool:
         """Return whether the drill stops this attempt here."""

@@ -120,6 +120,10 @@ class Reporter:
                 raise UsageError(f"ctx.log: {tag} at step {step} is not one number: {error}") from None
         return now
 
+    def values_now(self) -> dict[str, float]:
+        """Return what the step under way has logged so far. It waits for the devices."""
+        return self.logged | {tag: float(value) for tag, value in self._on_device.items()}
+
     def log_now(self, step: int, values: Mapping[str, Any]) -> None:
         """Log numbers of another step than the one under way, or of jobkit itself."""
         numbers = {tag: float(value) for tag, value in values.items()}

@@ -98,7 +98,7 @@ def init(
     configure("stdout")
     if os.environ.get("JOBKIT_RUN") and os.environ.get("JOBKIT_ATTEMPT"):
         rank = Rank.of_environment(RunDir(os.environ["JOBKIT_RUN"]))
-        if seed is None:
+        if seed is None and rank.run.drill() is None:  # a verification seeds
             rank.config = dataclasses.replace(rank.config, seed=None)
         take_stop_signals()
         return _opened(rank, join(rank), None)

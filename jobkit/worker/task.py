@@ -60,7 +60,6 @@ def _run_program(rank: Rank) -> Any:
     from jobkit.worker.context import Context
 
     context = Context(rank, join(rank), os.environ)
-    context.trace_locals_of(function)
     result = finish_task(context, function)
     leave()
     return result

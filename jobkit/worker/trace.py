@@ -1,25 +1,33 @@
 """The trace of a run of `jobkit verify`: each rank's values, samples and state, boundary by boundary.
 
-loop --(state digests, values, samples)--> trace/<attempt>/<rank>.jsonl --> verify/compare.py
+loop --(boundary, values, samples)--> Trace --leaf digests, what lives--> trace/<attempt>/<rank>.jsonl --> verify/
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import xxhash
+from torch.nn.parallel import DistributedDataParallel
+
+from jobkit.checkpoint.digests import leaf_digests, plain_leaves, storage_of, tensor_digests
+from jobkit.checkpoint.live import Live, plain_module
+from jobkit.checkpoint.tree import flatten
+from jobkit.errors import CheckpointError
+from jobkit.run.records import About
+from jobkit.train.loader import Loader
 from jobkit.worker.checkpoints import Boundary
 from jobkit.worker.rank import Rank
-
-if TYPE_CHECKING:
-    from jobkit.worker.reporter import Reporter
+from jobkit.worker.tracked import OWN, Tracked
+from jobkit.worker.untracked import Looker
 
 NOT_NAMED = ("/dev/", "/proc/", "/sys/", f"{tempfile.gettempdir()}/")
 """Folders whose files nobody expects to be restored; those in hidden folders are caches."""
@@ -27,31 +35,38 @@ NOT_NAMED = ("/dev/", "/proc/", "/sys/", f"{tempfile.gettempdir()}/")
 MAX_FILES = 10
 """Names of files in a report."""
 
-MAX_TEXT = 200
-"""Characters of a local value."""
+OF_STREAMS = re.compile(r"(^|\.)(stream|following|back)(\.|$)")
+"""Leaves of a loader with the state of a foreign stream: it may be written in another form after a restart. Its samples
+are compared."""
 
 
 class Trace:
     """Writes one rank's trace. Each line is on its way to the disk before the rank goes on."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: Rank, tracked: Tracked) -> None:
         folder = rank.run.trace_folder / str(rank.attempt)
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / f"{rank.rank}.jsonl").open("w", encoding="utf-8")
+        self._tracked, self._looker = tracked, Looker()
         self._values: dict[str, str] = {}
+        self._batches: list[str] = []
+        self._told: dict[str, About] = {}
+        """What the file has."""
         self.samples: Callable[[], list[int]] = list
         """Gives the ids of the samples of the step that ends."""
-        self.function: CodeType | None = None
-        """The training function's code; None in a script."""
         self._runs_dir = f"{rank.run.path.parent.absolute()}/"
         self._written: set[str] = set()
         sys.addaudithook(self._note_open)
 
     def _note_open(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Python's audit hook: note a file that is opened for writing."""
-        if event == "open" and isinstance(arguments[0], str) and arguments[2] & (os.O_WRONLY | os.O_RDWR):
+        if event != "open" or not isinstance(arguments[0], str):
+            return
+        if arguments[2] & (os.O_WRONLY | os.O_RDWR):
             path = os.path.abspath(arguments[0])  # noqa: PTH100 - a Path would open files of its own
             if not path.startswith((self._runs_dir, *NOT_NAMED)) and "/." not in path and "/__pycache__/" not in path:
+                if os.path.isdir(path):  # noqa: PTH112 - O_TMPFILE: a file in it that never has a name
+                    return
                 self._written.add(path)
 
     @property
@@ -59,47 +74,74 @@ class Trace:
         """The first files outside the runs directory that this rank has opened for writing."""
         return sorted(self._written)[:MAX_FILES]
 
-    def take(self, reporter: Reporter) -> None:
-        """Note the values that the step under way logged."""
-        self.take_values(reporter.logged)
-
-    def take_values(self, values: Mapping[str, float]) -> None:
-        """Note values by their raw bits."""
+    def take(self, values: Mapping[str, float]) -> None:
+        """Note values that were logged, by their raw bits."""
         self._values |= {name: struct.pack("<d", float(value)).hex() for name, value in values.items()}
 
-    def write(self, boundary: Boundary, event: str, state: Mapping[str, str], **more: Any) -> None:
-        """Write a line: the place, values and samples since the line before, and digests of the state."""
+    def see(self, batch: Any) -> None:
+        """Note a batch by its bits: it stands for samples that have no ids, as those of a stream."""
+        try:
+            tree = flatten(batch)
+        except CheckpointError:  # an object of a library, as a batch of graphs
+            return
+        digests = tensor_digests(tree.leaves) | dict(plain_leaves(tree.skeleton))
+        self._batches.append(xxhash.xxh3_64_hexdigest(json.dumps(digests, sort_keys=True).encode()))
+
+    def write(self, boundary: Boundary, event: str, **more: Any) -> None:
+        """Write a line: the place, values and samples since the line before, digests of the state, and of what lives
+        untracked."""
+        self._tracked.before_look()
+        lives = self._tracked.checkpointer.stager.lives(self._tracked.entries)
         line = {
             **asdict(boundary),
             "event": event,
             "values": self._values,
-            "samples": self.samples() if event == "boundary" else [],
-            "state": dict(state),
+            "samples": (self.samples() or self._batches) if event == "boundary" else [],
+            "state": self._state(lives),
             **more,
         }
-        if event == "boundary":
-            line["locals"] = self._locals()
+        if event in ("restored", "boundary"):
+            line |= self._untracked(lives)
+        if event == "restored":
+            line |= {"trained": self._trained(lives), "divides_by_three": self._divides_by_three()}
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
-        self._values = {}
+        self._values, self._batches = {}, []
 
-    def _locals(self) -> dict[str, str]:
-        """Return the plain local values of the training function, of a script its globals: a hint for a person."""
-        if self.function is None:
-            return _plain(vars(sys.modules["__main__"]))
-        frame = sys._getframe()
-        while frame is not None and frame.f_code is not self.function:
-            frame = frame.f_back  # type: ignore[assignment]
-        if frame is None:
-            return {}
-        values = frame.f_locals
-        plain = _plain(values)
-        if isinstance(values, dict):  # before Python 3.13 the frame keeps it, and with it this step's tensors
-            values.clear()
-        return plain
+    def _trained(self, lives: Mapping[str, Live]) -> list[str]:
+        return [
+            f"{name}.{path.replace('/', '.')}"
+            for name, live in lives.items()
+            for path, leaf in live.leaves.items()
+            if leaf.requires_grad
+        ]
 
+    def _divides_by_three(self) -> bool | None:
+        """Return whether the global batches do, of a program with DDP on the CPU; None where nothing says it."""
+        objects = self._tracked.objects.values()
+        models = [each for each in objects if isinstance(each, DistributedDataParallel)]
+        sizes = [each.global_batch_size for each in objects if isinstance(each, Loader)]
+        if not models or any(parameter.device.type != "cpu" for model in models for parameter in model.parameters()):
+            return None
+        return all(size % 3 == 0 for size in sizes) if sizes else None
 
-def _plain(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return numbers and short texts: a text that is a program's data would be written at each boundary."""
-    plain = {name: repr(value) for name, value in values.items() if isinstance(value, (bool, int, float, str))}
-    return {name: text for name, text in plain.items() if len(text) <= MAX_TEXT}
+    def _state(self, lives: Mapping[str, Live]) -> dict[str, str]:
+        loaders = {entry.name for entry in self._tracked.entries if isinstance(entry.live, Loader)} | {f"{OWN}epochs"}
+        return {
+            f"{name}.{path}".rstrip("."): digest
+            for name, live in lives.items()
+            for path, digest in leaf_digests(live).items()
+            if not (name in loaders and OF_STREAMS.search(path))
+        }
+
+    def _untracked(self, lives: Mapping[str, Live]) -> dict[str, Any]:
+        tensors = [leaf for live in lives.values() for leaf in (*live.leaves.values(), *live.left_out.values())]
+        objects = list(self._tracked.objects.values())
+        seen = self._looker.look({storage_of(leaf) for leaf in tensors}, {id(plain_module(each)) for each in objects})
+        new = {name: about for name, about in self._looker.about.items() if self._told.get(name) != about}
+        self._told |= new
+        return {
+            "seen": {name: asdict(each) for name, each in seen.items()},
+            "about": {name: asdict(about) for name, about in new.items()},
+            "left_out": self._looker.left_out,
+        }

@@ -253,14 +253,15 @@ class Tracked:
         unknown = [optimizer for optimizer in self.stepped.values() if optimizer not in self._accepted]
         if not unknown:
             return
-        parameters = {id(item) for module in self.modules for item in module.parameters()}
+        named = self.named_modules.items()
+        names = {id(item): name for name, module in named for item in module.parameters()}
         for optimizer in unknown:
-            name = type(optimizer).__name__
-            steps_ours = any(id(item) in parameters for group in optimizer.param_groups for item in group["params"])
-            if steps_ours and not any(_has_state_of(value, optimizer) for value in self.objects.values()):
+            name, word = type(optimizer).__name__, "inner" if "optimizer" in self.objects else "optimizer"
+            ours = [names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names]
+            if ours and not any(_has_state_of(value, optimizer) for value in self.objects.values()):
                 raise UsageError(
-                    f"an optimizer ({name}) changes a tracked model and is not tracked: its state would be lost; call "
-                    "ctx.track(optimizer=...) before the loop"
+                    f"an optimizer ({name}) changes the tracked {ours[0]} and is not tracked: its state would be lost; "
+                    f"call ctx.track({word}=...) with it before the loop"
                 )
             if not self.objects and not self.has_files:
                 raise UsageError(

@@ -166,6 +166,11 @@ def replaced_by_restores(values: Any, path: str = "") -> tuple[str, str] | None:
     if isinstance(values, _KEPT):
         return None
     if isinstance(values, Mapping):
+        for key in values:
+            if (
+                isinstance(key, torch.Tensor) or type(key).__hash__ in _NO_HASH
+            ):  # no key of the next process is this one
+                return path, f"{type(values).__name__} with a key that is a {type(key).__name__}"
         items = values.items()
     elif isinstance(values, _CONTAINERS):
         items = dict(enumerate(values)).items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from training_task import Points
 
@@ -33,6 +35,7 @@ def train(ctx: jobkit.Context) -> dict[str, Any]:
     average, worst = 0.0, 0.0
     if file := ctx.params.get("file"):
         Path(file).write_text("loss\n")
+        tempfile.TemporaryFile(dir=Path(file).parent).close()  # it never has a name
     for patience, _ in enumerate(ctx.steps(ctx.params.steps)):
         x, y = next(loader)
         if forgets == "random at import":
@@ -67,6 +70,22 @@ def train_teacher(ctx: jobkit.Context) -> dict[str, Any]:
         with torch.no_grad():
             teacher.weight.lerp_(model.weight, 0.1)
     return {}
+
+
+def train_average(ctx: jobkit.Context) -> dict[str, Any]:
+    """An average of the weights, which nothing reads in the training."""
+    model = ctx.parallelize(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ctx.track(model=model, optimizer=optimizer)
+    ema = AveragedModel(model)
+    if ctx.params.forgets != "ema":
+        ctx.track(ema=ema)
+    for _ in ctx.steps(ctx.params.steps):
+        loss = ctx.backward(model, DATA[:12], nn.functional.mse_loss, global_batch_size=12 * ctx.world_size)
+        ctx.update(optimizer)
+        ema.update_parameters(model)
+        ctx.log({"train/loss": loss})
+    return {"loss": loss.item()}
 
 
 def track_in_turn(ctx: jobkit.Context) -> dict[str, Any]:

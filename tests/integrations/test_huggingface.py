@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 def test_a_trainer_that_is_stopped_anywhere_ends_with_the_same_bits(tmp_path: Path, case: str) -> None:
     ranks, options = CASES[case]
     expected, straight = trained(tmp_path / "straight", ranks, 15, [], **options)
-    stops = interruptions(course_of(straight), ["stop", "evaluation", "epoch end"])
+    items = [item for item in interruptions(course_of(straight)) if item.kind in ("stop", "evaluation", "epoch end")]
+    stops = [replace(item, attempt=attempt) for attempt, item in enumerate(items, start=1)]
     assert len(stops) == 3
     results, trace = trained(tmp_path / "interrupted", ranks, 15, stops, **options)
     assert first_difference(straight, trace) is None

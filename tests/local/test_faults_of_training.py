@@ -223,7 +223,7 @@ def test_an_interface_of_the_users_shell_that_is_not_here_is_named_once(
 
 MISTAKES = {
     "untracked": "the optimizer of ctx.optimizer is not tracked",
-    "other_optimizer": "changes a tracked model and is not tracked",
+    "other_optimizer": "changes the tracked model and is not tracked",
     "nothing": "nothing is tracked",
     "a_loader": "ctx.batches(loader)",
     "a_float": "ctx.values(best=...)",

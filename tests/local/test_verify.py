@@ -40,10 +40,10 @@ def test_a_program_with_batch_norm_in_ddp_is_exact(tmp_path: Path) -> None:
     """Its words are compared with the journal of the run that it interrupted."""
     code, report = verify(tmp_path, ranks=2)
     assert (code, report["equal"], report["missing"]) == (0, True, ["evaluation", "epoch end"]), report
-    assert "over 15 steps: 3 interruptions, 2 steps repeated" in report["lines"][0]
+    assert "over 15 steps: 3 interruptions, steps repeated: 2;" in report["lines"][0]
     (path,) = tmp_path.glob("runs/.verify/*/interrupted-*")
     ends = [attempt.ended for attempt in read_status(RunDir(path)).attempts if attempt.ended is not None]
-    assert [ended.cause for ended in ends] == ["unknown", "killed", "killed", "finished"]
+    assert [ended.cause for ended in ends] == ["killed", "killed", "unknown", "finished"]
     saved = [(ended.durable_step or 0, following.first_step) for ended, following in pairwise(ends)]
     assert [first > durable for durable, first in saved if first is not None].count(True) == 1, "one from memory"
     assert sum((ended.last_step or 0) - (following.first_step or 0) for ended, following in pairwise(ends)) == 2
@@ -82,12 +82,13 @@ def test_averaged_weights_are_state_although_they_require_no_gradient(tmp_path: 
     code, report = verify(tmp_path, "checkpoint.weights=trainable", task="train_teacher")
     assert (code, report["equal"]) == (0, True), report
     code, report = verify(tmp_path, "checkpoint.weights=trainable", "params.forgets=teacher", task="train_teacher")
-    assert (code, report["difference"]) == (1, {"kind": "restored state", "name": "model"}), report
+    assert (code, report["difference"]) == (1, {"kind": "restored state", "name": "model.teacher.weight"}), report
 
 
 def test_streams_of_a_loader_are_exact(tmp_path: Path) -> None:
     code, report = verify(tmp_path, task="train_stream", ranks=2)
     assert (code, report["missing"]) == (0, ["epoch end"]), report
+    assert "samples" in report["lines"][0], "a stream has no ids: its batches are compared"
     (straight,) = tmp_path.glob("runs/.verify/*/straight-*")
     evaluations = course_of(read_trace(RunDir(straight))).evaluations
     assert set(evaluations) - {0} == {5, 10, 15}, "each third of the steps, and not each 20"
@@ -99,11 +100,12 @@ def test_epochs_over_foreign_loaders_are_exact(tmp_path: Path) -> None:
 
 
 FORGOTTEN = {
-    "moving average": ("values", "train/loss"),
-    "scheduler": ("state", "optimizer"),
-    "result": ("result", "worst"),
-    "patience": ("end", ""),
+    "moving average": ("values", "train/loss", "average", "average, worst = "),
+    "scheduler": ("state", "optimizer.groups.0.lr", "scheduler", "scheduler = "),
+    "result": ("result", "worst", "worst", "average, worst = "),
+    "patience": ("end", "", "patience", "for patience, _ in"),
 }
+"""The first difference, the name of what was forgotten, and the line that makes it."""
 
 
 @pytest.mark.parametrize("forgets", FORGOTTEN)
@@ -111,10 +113,47 @@ def test_a_forgotten_state_is_named(tmp_path: Path, forgets: str) -> None:
     code, report = verify(tmp_path, f"params.forgets={forgets}")
     assert code == 1
     assert not report["is_nondeterministic"]
-    kind, name = FORGOTTEN[forgets]
+    kind, name, expression, code = FORGOTTEN[forgets]
     assert report["difference"] == {"kind": kind, "name": name}, report
-    if forgets == "moving average":
-        assert "average" in report["lines"][-1]  # the local value, as a hint
+    first = report["found"][0]
+    lines = (HARNESS / "forgetful_task.py").read_text().splitlines()
+    line = next(number for number, text in enumerate(lines, 1) if code in text)
+    assert (first["expression"], first["place"]) == (expression, f"forgetful_task.py:{line}"), report
+    assert first["to_type"] in "\n".join(report["lines"])
+
+
+def test_an_average_that_nothing_reads_is_found(tmp_path: Path) -> None:
+    code, report = verify(tmp_path, "params.forgets=ema", task="train_average", ranks=3)
+    assert (code, report["equal"], report["difference"]) == (1, False, None), report
+    (found,) = [item for item in report["found"] if item["is_finding"]]
+    assert (found["expression"], found["to_type"]) == ("ema", "ctx.track(ema=ema) before the loop, in train_average()")
+    code, report = verify(tmp_path, task="train_average", ranks=3)
+    assert (code, [item for item in report["found"] if item["is_finding"]]) == (0, []), report
+
+
+SCRIPT = """
+import random, torch, jobkit
+torch.seed()
+ctx = jobkit.init(seed=None)
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+ctx.track(model=model, optimizer=optimizer)
+random.random()
+for _ in ctx.steps(20):
+    loss = model(torch.rand(2, 1)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    ctx.log({"loss": loss})
+ctx.finish({"loss": loss.item()})
+"""
+
+
+def test_a_script_without_a_seed_is_verified_with_one(tmp_path: Path) -> None:
+    made = Project(tmp_path, yaml="name: script\ncommand: [python, script.py]\nseed: null\n", plain=False)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = made.jobkit("verify", str(made.yaml), "--local", "--json", check=False)
+    assert json.loads(done.stdout)["equal"], done.stdout
 
 
 def test_two_verifications_of_an_experiment_do_not_disturb_each_other(tmp_path: Path) -> None:
@@ -145,7 +184,7 @@ def test_files_outside_the_run_directory_are_named(tmp_path: Path) -> None:
     temporary.mkdir()
     _, report = verify(tmp_path, f"+params.file={file}", environment={**os.environ, "TMPDIR": str(temporary)})
     assert report["equal"]
-    assert str(file) in report["lines"][-1]
+    assert report["lines"][-1].endswith(f": {file}")
 
 
 def test_the_programs_own_nondeterminism_is_blamed_on_no_state(tmp_path: Path) -> None:

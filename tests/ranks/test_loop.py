@@ -428,7 +428,7 @@ def test_an_optimizer_with_state_of_its_own_is_not_tracked_by_its_wrapper(tmp_pa
         train()
         ctx.finish()
     else:
-        with pytest.raises(UsageError, match=r"an optimizer \(SGD\) changes a tracked model and is not tracked"):
+        with pytest.raises(UsageError, match=r"an optimizer \(SGD\) changes the tracked model and is not tracked"):
             train()
         ctx._tracked.close()
 

@@ -15,10 +15,10 @@ from harness.journals import began, ended, finished, make_run, submitted
 from jobkit.cli.main import main
 from jobkit.cli.verify import _run_and_step, shortened
 from jobkit.run.load import load
-from jobkit.run.records import InterruptionKind
+from jobkit.run.records import Interruption, InterruptionKind
 from jobkit.run.rundir import RunDir
 from jobkit.submission.plan import LaunchPlan, Target
-from jobkit.verify.compare import Place, course_of, differing_values, first_difference, repeated_steps
+from jobkit.verify.compare import Excused, Place, course_of, differing, first_difference, repeated_steps, seen
 from jobkit.verify.explain import difference_lines, interruption_words
 from jobkit.verify.plan import KINDS, Course, interruptions
 from jobkit.verify.runs import Report, Verification
@@ -42,16 +42,31 @@ def test_interruptions_lie_within_the_steps(first: int, last: int) -> None:
         assert item.at < first + last
 
 
+@pytest.mark.parametrize(
+    ("course", "begins"),
+    [
+        (Course(first=0, last=20), 0),
+        (Course(first=0, last=20, epoch_ends=(7, 14)), 14),
+        (Course(first=0, last=20, evaluations=(0, 7, 14, 20)), 14),
+        (Course(first=40, last=52, epoch_ends=(44, 48)), 48),
+    ],
+)
+def test_a_stop_lies_within_the_last_pass_and_a_kill_early(course: Course, begins: int) -> None:
+    at = {item.kind: item.at for item in interruptions(course)}
+    assert begins < at["stop"] < course.last
+    assert at["memory"] == course.first + 2
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_single_kind(kind: InterruptionKind) -> None:
-    course = Course(first=0, last=12, evaluations=(0, 4, 8), epoch_ends=(6,))
-    (item,) = interruptions(course, [kind])
-    assert item.attempt == 1
-    assert interruption_words(item)
+def test_each_kind_has_words(kind: InterruptionKind) -> None:
+    assert "after 3" in interruption_words(Interruption(attempt=1, at=3, kind=kind))
+
+
+MODEL, GENERATOR = "model.weight", "jobkit.generators.torch"
 
 
 def place(step: int, event: Any = "boundary", attempt: int = 1, **fields: Any) -> Place:
-    state = {"model": f"m{step}", "jobkit.generators": f"g{step}"}
+    state = {"model.weight": f"m{step}", "jobkit.generators.torch": f"g{step}"}
     values = {"loss": (b"%08d" % step).hex()} if event == "boundary" else {}
     return Place(
         **{"rank": 0, "attempt": attempt, "step": step, "event": event, "state": state, "values": values} | fields
@@ -71,14 +86,14 @@ INTERRUPTED = [
 ]
 
 CHANGES: dict[str, tuple[int, dict[str, Any], tuple[str, str]]] = {
-    "a restored state": (4, {"state": {"model": "?", "jobkit.generators": "g2"}}, ("restored state", "model")),
+    "a restored state": (4, {"state": {MODEL: "?", GENERATOR: "g2"}}, ("restored state", MODEL)),
     "samples": (6, {"samples": [9]}, ("samples", "")),
     "a value": (6, {"values": {"loss": (b"x" * 8).hex()}}, ("values", "loss")),
-    "the generators": (6, {"state": {"model": "?", "jobkit.generators": "?"}}, ("generators", "jobkit.generators")),
-    "a state": (6, {"state": {"model": "?", "jobkit.generators": "g4"}}, ("state", "model")),
+    "the generators": (6, {"state": {MODEL: "?", GENERATOR: "?"}}, ("generators", GENERATOR)),
+    "a state": (6, {"state": {MODEL: "?", GENERATOR: "g4"}}, ("state", MODEL)),
     "the result": (9, {"result": {"x": 2}}, ("result", "x")),
     "the end": (9, {"step": 8}, ("end", "")),
-    "the state at the end": (9, {"state": {"model": "?", "jobkit.generators": "g6"}}, ("state", "model")),
+    "the state at the end": (9, {"state": {MODEL: "?", GENERATOR: "g6"}}, ("state", MODEL)),
 }
 
 
@@ -102,32 +117,37 @@ def test_the_first_difference_is_named(name: str) -> None:
 
 def test_of_several_differences_the_earliest_is_named() -> None:
     def changed_after(step: int) -> list[Place]:
-        return [replace(item, state={**item.state, "model": "?"}) if item.step > step else item for item in INTERRUPTED]
+        return [replace(item, state={**item.state, MODEL: "?"}) if item.step > step else item for item in INTERRUPTED]
 
     second = {0: changed_after(4), 1: changed_after(3), 2: changed_after(5)}
     difference = first_difference(dict.fromkeys(second, STRAIGHT), second)
     assert difference is not None
-    assert (difference.place.step, difference.place.attempt, difference.name) == (4, 2, "model")
+    assert (difference.place.step, difference.place.attempt, difference.name) == (4, 2, MODEL)
 
 
 def test_values_that_two_straight_runs_log_differently_are_ignored() -> None:
     again = [replace(item, values=dict.fromkeys(item.values, "00" * 8)) for item in STRAIGHT]
-    ignored = differing_values({0: STRAIGHT}, {0: again})
-    assert ignored == {"loss"} == differing_values({0: STRAIGHT, 1: STRAIGHT}, {0: STRAIGHT, 1: again})
-    assert first_difference({0: STRAIGHT}, {0: again}, ignored) is None
+    excused = differing({0: STRAIGHT}, {0: again})
+    assert excused == Excused(values=frozenset({"loss"}))
+    assert excused == differing({0: STRAIGHT, 1: STRAIGHT}, {0: STRAIGHT, 1: again})
+    assert first_difference({0: STRAIGHT}, {0: again}, excused) is None
+    assert "logged values" in seen({0: STRAIGHT})
+    assert "logged values" not in seen({0: STRAIGHT}, excused), "what was not compared is not said to be equal"
 
 
 def test_times_in_results_and_values_accuse_nobody() -> None:
     def timed(places: list[Place], seconds: float) -> list[Place]:
         *steps, end = places
-        timed_steps = [replace(item, state={**item.state, "values": str(seconds)}) for item in steps]
+        timed_steps = [replace(item, state={**item.state, "values.began": str(seconds)}) for item in steps]
         return [*timed_steps, replace(end, result={"x": 1, "seconds": seconds})]
 
     traces = [{0: timed(places, number)} for number, places in enumerate([STRAIGHT, INTERRUPTED, STRAIGHT])]
-    ignored = differing_values(traces[0], traces[2])
-    assert ignored == {"ctx.values", "result/seconds"}
-    assert first_difference(traces[0], traces[2], ignored) is None
-    assert first_difference(traces[0], traces[1], ignored) is None
+    excused = differing(traces[0], traces[2])
+    assert excused == Excused(leaves=frozenset({"values.began"}), results=frozenset({"seconds"}))
+    assert first_difference(traces[0], traces[2], excused) is None
+    assert first_difference(traces[0], traces[1], excused) is None
+    changed = [replace(item, state={**item.state, "values.best": "?"}) for item in traces[1][0]]
+    assert first_difference(traces[0], {0: changed}, excused), "a time takes no other value out of the comparison"
 
 
 def test_the_course_of_a_straight_run() -> None:
@@ -186,23 +206,27 @@ def test_a_run_is_verified_from_a_checkpoint_that_leaves_so_many_steps(
     assert _run_and_step(run.name, run.path.parent, steps)[1] == begin
 
 
-@pytest.mark.parametrize("option", ["--local", "--cluster", "--runs-dir", "--steps"])
+@pytest.mark.parametrize("option", ["--local", "--cluster", "--runs-dir", "--steps", "--ranks"])
 def test_an_option_of_verify(made: list[Verification], tmp_path: Path, option: str) -> None:
     options = {
         "--local": [],
         "--cluster": ["h100"],
         "--runs-dir": ["elsewhere", "--local"],
         "--steps": ["9", "--local"],
+        "--ranks": ["3", "--local"],
     }
     assert main(["verify", "exp.yaml", option, *options[option]]) == 0
     assert made[0].target.scheduler == ("slurm" if option == "--cluster" else "local")
     assert made[0].steps == (9 if option == "--steps" else 20)
+    assert (made[0].ranks, made[0].target.entry.get("tasks_per_node")) == (
+        (3, 3) if option == "--ranks" else (None, None)
+    )
     assert made[0].runs_dir.is_relative_to(tmp_path / ("elsewhere" if option == "--runs-dir" else "runs"))
 
 
 def test_a_snapshot_of_a_framework_with_files_is_a_checkpoint_in_the_words(tmp_path: Path) -> None:
     values: Any = {"loaded": None, "folder": None, "runs_dir": tmp_path, "target": None, "steps": 20}
-    items = interruptions(Course(first=0, last=20), ["memory", "stop"])
+    items = [Interruption(attempt=1, at=5, kind="memory"), Interruption(attempt=2, at=9, kind="stop")]
     for has_files, kinds in ((False, {"memory", "stop"}), (True, {"disk", "stop"})):
         assert {item.kind for item in Verification(**values, _has_files=has_files)._as_done(items)} == kinds
 
@@ -217,6 +241,32 @@ def test_params_of_verify_reach_the_command_and_typed_ones_come_last(tmp_path: P
     config = shortened(file, ["params.lr=0.9"]).config
     assert config.command[-1] == "--steps=15"
     assert config.params == {"steps": 15, "lr": 0.9, "model": {"dim": 2, "depth": 3}}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "divides", "asked", "expected"),
+    [
+        (2, True, None, 3),
+        (2, False, None, 2),
+        (2, None, None, 2),
+        (1, True, None, 1),
+        (4, True, None, 4),
+        (2, True, 2, 2),
+    ],
+)
+def test_two_ranks_become_three_where_the_batch_divides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, divides: bool | None, asked: int | None, expected: int
+) -> None:
+    def trace(self: Verification, name: str, items: Any) -> dict[int, list[Place]]:
+        count = self.target.entry.get("tasks_per_node", ranks)
+        return {rank: [place(0, "restored", divides_by_three=divides)] for rank in range(count)}
+
+    monkeypatch.setattr(Verification, "_trace", trace)
+    values: Any = {"loaded": None, "folder": None, "runs_dir": tmp_path, "steps": 20, "ranks": asked}
+    said: list[str] = []
+    made = Verification(target=Target("local", "local", {}), say=said.append, **values)
+    assert len(made._straight()) == expected
+    assert any("--ranks 3" in line for line in said) == (ranks == 2 == expected and divides is not None)
 
 
 def test_each_run_of_a_verification_has_another_hash_seed_and_is_copied_nowhere(

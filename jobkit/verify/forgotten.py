@@ -1,0 +1,257 @@
+"""What a program has and tracks nowhere, judged from the traces of its runs.
+
+    straight, interrupted (and straight again) --forgotten--> Forgotten each: findings and hints
+
+A finding is an object with a state, a generator or a tensor that the training changed, that is the same in two straight
+runs and another after the interruptions: it is lost, although perhaps nothing of what is compared depends on it, as on
+an average of the weights. A hint is a plain value: most are counters and bars. Where something that is compared
+differs, what differs before it is its name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from keyword import iskeyword
+from pathlib import Path
+from typing import Any
+
+from jobkit.run.records import About, Seen
+from jobkit.verify.compare import Difference, Place, Trace, pairs
+from jobkit.verify.source import Use, assigned, uses
+
+MOST_NAMED = 4
+"""Hints in an answer."""
+
+NO_NAMES = ("self", "cls", "per_rank")
+"""Words that ctx.track takes for something else, or for nothing."""
+
+OF_CONTAINER, DIGEST = re.compile(r"\w+ of \d+"), re.compile(r"[0-9a-f]{32}")
+"""Texts of things that were seen."""
+
+PAGE = "docs/verify.md#what-to-type"
+
+
+@dataclass(kw_only=True)
+class Forgotten:
+    """One thing to declare, with all that differs within it."""
+
+    expression: str
+    """The first that differs, as `ema.shadow['0.weight']`."""
+    about: About
+    names: list[str] = field(default_factory=list)
+    """The attributes that differ, for jobkit.attributes."""
+    members: Sequence[str] = ()
+    """All attributes of the owner that the training changes."""
+    taken: Collection[str] = ()
+    """Names that are tracked already."""
+    is_finding: bool = False
+    is_unlikely: bool = False
+    """True if each step overwrites it, or if its owner has times."""
+    rank: int
+    step: int
+    """Steps done where it differs."""
+    first: str
+    second: str
+    """Digests, or texts of plain values."""
+
+
+def forgotten(first: Trace, second: Trace, again: Trace | None = None, at: Difference | None = None) -> list[Forgotten]:
+    """Return what differs at the last boundary of both runs, findings first; with `at`, just before that difference.
+
+    What differs before the first interruption, or in `again`, another straight run, is the program's own.
+    """
+    groups: dict[tuple[str, str], list[Forgotten]] = {}
+    for rank in second if at is None else [at.place.rank]:
+        places = first.get(rank, ())
+        own = _changing(places, [place for place in second[rank] if place.attempt == 1])
+        own |= _changing(places, again.get(rank, ())) if again is not None else set()
+        pair = _last(places, second[rank]) if at is None else _before(places, second[rank], at)
+        if pair is None:
+            continue
+        about = {name: each for place in places for name, each in place.about.items()}
+        with_times = {about[name].owner for name in own if name in about}
+        taken = {name.partition(".")[0] for name in pair[0].state}
+        members = _members(places, about.keys() - own, about)
+        recovered = _recovered(places, second[rank]) if at is None else set[str]()
+        for name in _lost(places, *pair):
+            if any(each == name or each.startswith((f"{name}[", f"{name}.")) for each in own):
+                continue
+            one, other, is_scratch = pair[0].seen[name], pair[1].seen[name], at is not None and _is_back(name, at)
+            item = Forgotten(
+                expression=name,
+                about=about[name],
+                names=[about[name].name],
+                members=members.get(about[name].owner, []),
+                taken=taken,
+                is_finding=_is_finding(one, other) and (one.is_same or not is_scratch) and name not in recovered,
+                is_unlikely=is_scratch or about[name].owner in with_times,
+                rank=rank,
+                step=pair[1].step,
+                first=one.digest,
+                second=other.digest,
+            )
+            groups.setdefault((item.about.way, item.about.owner), []).append(item)
+    found = [_one_of(group) for group in groups.values()]
+    if at is not None:
+        found = [item for item in found if not item.is_unlikely] or found
+    return sorted(found, key=lambda item: (not item.is_finding, item.is_unlikely, *_unlikely(item, at)))
+
+
+def _one_of(group: Sequence[Forgotten]) -> Forgotten:
+    """Return one thing to declare for all that differ of one owner: of containers their content, not their length."""
+    likely = [item for item in group if not item.is_unlikely] or group
+    head = next((item for item in likely if item.is_finding), likely[0])
+    named = [each for each in likely if each is head or each.is_finding or not OF_CONTAINER.fullmatch(each.first)]
+    members = head.members if head.about.way == "attributes" else []
+    return replace(head, names=list(dict.fromkeys([*(item.about.name for item in named), *members])))
+
+
+def _members(places: Sequence[Place], names: Collection[str], about: Mapping[str, About]) -> dict[str, list[str]]:
+    """Return the attributes of each owner that the training changes: those that are there when the loop begins, for
+    they are declared before it."""
+    found: dict[str, list[str]] = {}
+    for name in places[0].seen if places else ():
+        digests = {place.seen[name].digest for place in places if name in place.seen}
+        if name not in names or len(digests) < 2 or any(OF_CONTAINER.fullmatch(digest) for digest in digests):
+            continue
+        file = Path(about[name].file)
+        if ":" in assigned(file, about[name].name, "", file.parent):  # else it is an attribute of a library's
+            found.setdefault(about[name].owner, []).append(about[name].name)
+    return found
+
+
+def _is_back(name: str, at: Difference) -> bool:
+    """Return whether a thing is the same in both runs where the difference shows: then each step overwrites it."""
+    one, other = at.reference.seen.get(name), at.place.seen.get(name)
+    return one is not None and other is not None and one.digest == other.digest
+
+
+def _unlikely(item: Forgotten, at: Difference | None) -> tuple[bool, bool, bool]:
+    """Return an order of what may be the cause of a difference: it itself; what the code reads as the difference is
+    made; what it reads."""
+    found = set[Use]().union(*(uses(Path(item.about.file), name, _scope(item.about)) for name in item.names))
+    if at is None:
+        return False, False, not found
+    is_it = (item.first, item.second) == (str(at.first), str(at.second))
+    wanted: dict[str, Use] = {"end": "condition", "result": "result"}
+    return not is_it, wanted.get(at.kind, "value") not in found, not found
+
+
+def _changing(first: Sequence[Place], second: Sequence[Place]) -> set[str]:
+    """Return the names of what differs between two runs that nothing interrupted."""
+    return {
+        name
+        for place, other in pairs(first, second)
+        for name in place.seen.keys() & other.seen.keys()
+        if place.seen[name].digest != other.seen[name].digest
+    }
+
+
+def _recovered(first: Sequence[Place], second: Sequence[Place]) -> set[str]:
+    """Return the names of what differed after a restart and was then equal again, although it had changed meanwhile: it
+    is made anew from other things, as the sums of an evaluation."""
+    found, differed = set(), dict[tuple[int, str], str]()
+    for place, other in pairs(first, second):
+        for name in place.seen.keys() & other.seen.keys() if other.attempt > 1 else ():
+            digest, key = place.seen[name].digest, (other.attempt, name)
+            if digest != other.seen[name].digest:
+                differed[key] = digest
+            elif differed.get(key, digest) != digest:
+                found.add(name)
+    return found
+
+
+def _last(first: Sequence[Place], second: Sequence[Place]) -> tuple[Place, Place] | None:
+    """Return the last boundary that both runs have."""
+    attempt = max((place.attempt for place in second), default=1)
+    both = [pair for pair in pairs(first, second) if pair[1].attempt == attempt > 1 and pair[1].event == "boundary"]
+    return both[-1] if both else None
+
+
+def _before(first: Sequence[Place], second: Sequence[Place], at: Difference) -> tuple[Place, Place] | None:
+    """Return the boundary before a difference, in the same attempt: what differs there may be its cause."""
+    earlier = second[: next(number for number, place in enumerate(second) if place is at.place)]
+    both = [pair for pair in pairs(first, earlier) if pair[1].attempt == at.place.attempt and pair[1].seen]
+    return both[-1] if both else None
+
+
+def _lost(places: Sequence[Place], one: Place, other: Place) -> Iterator[str]:
+    """Yield the names of what the training has changed, and what differs between two runs at a boundary."""
+    for name in one.seen:
+        if name in other.seen and one.seen[name].digest != other.seen[name].digest and _has_changed(places, one, name):
+            yield name
+
+
+def _has_changed(places: Sequence[Place], until: Place, name: str) -> bool:
+    before = [place.seen[name] for place in places if place.step < until.step and name in place.seen]
+    return any(seen.digest != until.seen[name].digest for seen in before) or until.event == "restored"
+
+
+def _is_finding(one: Seen, other: Seen) -> bool:
+    """Return whether it is more than a plain value, and lives from one boundary to the next."""
+    if one.kind != other.kind or one.size != other.size:  # a cache of what has come so far has another size
+        return False
+    return one.kind != "value" and (one.is_same or not one.is_scalar)
+
+
+def lines_of(item: Forgotten, folder: Path) -> list[str]:
+    """Return a finding, or the likely name of a difference, in words, and what to type."""
+    place, steps = _place(item, folder), f"{item.step} step{'s' if item.step != 1 else ''}"
+    if item.is_finding:
+        first = (
+            f"forgotten: {item.expression} ({item.about.type}, {place}) changed in the training, no checkpoint holds "
+            f"it, and it differs after {steps}"
+        )
+    else:
+        both = f"is {item.first} in the straight run, {item.second} in the interrupted one"
+        is_shown = not any(DIGEST.fullmatch(text) for text in (item.first, item.second))
+        first = f"tracked nowhere: {item.expression} ({place}) {both if is_shown else 'differs between the runs'}"
+    return [first, f"=> {typed(item)}; {PAGE}"]
+
+
+def hint_lines(items: Sequence[Forgotten], folder: Path) -> list[str]:
+    """Return a line about plain values that differ, though nothing of what is compared depends on them."""
+    if not items:
+        return []
+    names = [f"{item.expression} ({_place(item, folder)})" for item in items[:MOST_NAMED]]
+    more = f" and {len(items) - MOST_NAMED} more" if len(items) > MOST_NAMED else ""
+    return [f"a restart sets back, and nothing that is compared depends on it: {', '.join(names)}{more}; {PAGE}"]
+
+
+def as_json(item: Forgotten, folder: Path) -> dict[str, Any]:
+    """Return what a program may read of it."""
+    words = {"type": item.about.type, "place": _place(item, folder), "to_type": typed(item), "page": PAGE}
+    names = ("expression", "is_finding", "rank", "step", "first", "second")
+    return {**{name: getattr(item, name) for name in names}, **words}
+
+
+def _place(item: Forgotten, folder: Path) -> str:
+    return assigned(Path(item.about.file), item.about.name, _scope(item.about), folder)
+
+
+def _scope(about: About) -> str:
+    """Return the function that assigns a variable; "" for an attribute, which any may assign."""
+    return "" if about.holder else about.scope
+
+
+def typed(item: Forgotten) -> str:
+    """Return what to type."""
+    owner, place = item.about.owner, f"before the loop{f', in {item.about.scope}()' if item.about.scope else ''}"
+    parts = [word for word in re.findall(r"[A-Za-z_]\w*", owner) if word not in NO_NAMES and not iskeyword(word)]
+    name = (parts or [item.about.holder.lower() or "state"])[-1]
+    if name in item.taken:
+        name = f"{name}_{item.about.name}" if item.about.name != name else f"{name}_state"
+    names = ", ".join(f'"{each}"' for each in item.names)
+    ways = {
+        "track": f"ctx.track({name}={owner}) {place}",
+        "attributes": f"ctx.track({name}=jobkit.attributes({owner}, {names})) {place}",
+        "bit_generator": f'ctx.track({name}=jobkit.attributes({owner}.bit_generator, "state")) {place}',
+        "own_state": f"ctx.track({name}=...) {place}: an object whose state_dict has the state of {owner}",
+        "loader": f"loader = ctx.loader(dataset, global_batch_size=...) in place of {owner}: it keeps its place",
+        "values": f"state = ctx.values({name}={owner}) {place}; then state.{name} in place of {owner}",
+    }
+    if item.is_finding and item.about.way == "values":
+        return f"ctx.values({name}={owner}) {place}: a restore fills it"
+    return ways[item.about.way]

@@ -1,0 +1,395 @@
+"""What lives in a program and may have been forgotten. Only the runs of `jobkit verify` look.
+
+    names in frames and modules of the user's files --Looker.look--> {expression: Seen}, and About each
+
+A name is followed through containers, and through attributes, slots and cells of objects of the user's own files.
+Nothing is asked for by getattr, which may run code, and nothing within installed packages is looked into, but for what
+their modules and state_dicts hold. trace.py writes what is found; verify/forgotten.py judges.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import sys
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import nn
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from jobkit.checkpoint.digests import local, storage_of, tensor_digests
+from jobkit.checkpoint.tree import flatten
+from jobkit.run.records import About, Seen, SeenKind
+
+HOST_BYTES, DEVICE_BYTES = 1 << 29, 1 << 36
+"""Bytes of tensors in a look: half a gigabyte of the host's takes 0.1 s. The largest are left out, and named."""
+
+MOST_OBJECTS = 20_000
+"""In a look."""
+
+MOST_ITEMS = 64
+"""A longer container is one value."""
+
+MOST_TEXT = 80
+"""Characters of a value that is written as it is."""
+
+INSTALLED = ("/site-packages/", "/dist-packages/", f"{Path(random.__file__).parent}/", f"{Path(__file__).parents[1]}/")
+PLAIN = (bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch.device, type(None))
+CONTAINERS = (list, tuple, set, frozenset, deque)
+HOLDERS = (argparse.Namespace, types.SimpleNamespace)
+"""The standard library's objects of a program's own attributes."""
+
+ITERATORS = (_BaseDataLoaderIter, types.GeneratorType)
+
+OPTIMIZED = 1
+"""The flag of code whose frames keep their locals outside of a dict."""
+
+GENERATORS: dict[type, Callable[[Any], Any]] = {
+    torch.Generator: lambda value: value.get_state().cpu().numpy().tobytes(),
+    np.random.Generator: lambda value: value.bit_generator.state,
+    np.random.RandomState: lambda value: value.get_state(),
+    random.Random: lambda value: value.getstate(),
+}
+"""Their states."""
+
+
+@dataclass(slots=True)
+class _Found:
+    expression: str
+    value: Any
+    about: About
+    kind: SeenKind = "value"
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """By their names within it."""
+    text: str = ""
+    """The plain values within it."""
+
+
+class Looker:
+    """Looks at a process, again and again.
+
+    looker = Looker()
+    looker.look(storages=set(), objects=set())      # {"ema": Seen("state", ...), "best": Seen("value", "0.5", ...)}
+    """
+
+    def __init__(self) -> None:
+        self.about: dict[str, About] = {}
+        """Of each expression that a look has found."""
+        self.left_out: dict[str, int] = {}
+        """Expressions of things that were too large, and their bytes; "" for what came after MOST_OBJECTS."""
+        self._before: dict[str, Callable[[], Any]] = {}
+
+    def look(self, storages: Collection[int], objects: Collection[int]) -> dict[str, Seen]:
+        """Return what the names lead to. What is tracked is left out: tensors by their storages, and objects by id."""
+        walk = _Walk(storages, objects)
+        queue = deque(_names(sys._getframe(1)))
+        while queue and len(walk.found) < MOST_OBJECTS:
+            queue.extend(walk.visit(queue.popleft()))
+        if queue:
+            self.left_out[""] = len(queue)
+        self.about |= {expression: item.about for expression, item in walk.found.items()}
+        _leave_out_parts(walk.found)
+        looked_at = [item for item in walk.found.values() if not self._is_too_much(item)]
+        leaves = {f"{item.expression}\0{name}": leaf for item in looked_at for name, leaf in item.tensors.items()}
+        digests, before = tensor_digests(leaves), self._before
+        self._before = {item.expression: _reference(item.value) for item in looked_at}
+        return {
+            item.expression: Seen(
+                kind=item.kind,
+                digest=_number(item)
+                or _joined(item.text, [digests[f"{item.expression}\0{name}"] for name in item.tensors]),
+                is_same=item.expression in before and before[item.expression]() is item.value,
+                is_scalar=_is_scalar(item),
+                size=sum(tensor.numel() for tensor in item.tensors.values()),
+            )
+            for item in looked_at
+        }
+
+    def _is_too_much(self, item: _Found) -> bool:
+        most = {True: HOST_BYTES, False: DEVICE_BYTES}
+        nbytes = {True: 0, False: 0}
+        for tensor in item.tensors.values():
+            nbytes[tensor.device.type == "cpu"] += tensor.nbytes
+        is_too_much = any(nbytes[place] > most[place] for place in most)
+        if is_too_much:
+            self.left_out[item.expression] = sum(nbytes.values())
+        return is_too_much
+
+
+def _leave_out_parts(found: dict[str, _Found]) -> None:
+    """Leave out what is a part of a state that was found: who tracks the whole has it."""
+    wholes = [item for item in found.values() if item.kind == "state"]
+    of_storages = [{storage_of(tensor) for tensor in item.tensors.values()} for item in wholes]
+    for expression, item in list(found.items()):
+        mine = {storage_of(tensor) for tensor in item.tensors.values()}
+        for whole, storages in zip(wholes, of_storages, strict=True):
+            if whole is item or whole.expression not in found:
+                continue
+            in_text = item.kind == "state" and not mine and len(item.text) > MOST_TEXT and item.text in whole.text
+            if in_text or (mine and mine < storages):
+                del found[expression]
+                break
+
+
+def _joined(text: str, digests: list[str]) -> str:
+    """Return one digest; a short text alone stays as it is."""
+    whole = " ".join([text, *digests]) if digests else text
+    return whole if len(whole) <= MOST_TEXT and not digests else xxhash.xxh3_128_hexdigest(whole.encode())
+
+
+def _number(item: _Found) -> str:
+    """Return a tensor of one number as that number, for a person to read."""
+    is_here = isinstance(item.value, np.ndarray) or (isinstance(item.value, torch.Tensor) and not item.value.is_cuda)
+    return repr(item.value.item()) if is_here and _is_scalar(item) else ""
+
+
+def _is_scalar(item: _Found) -> bool:
+    if isinstance(item.value, np.ndarray):
+        return item.value.size == 1
+    return all(tensor.numel() == 1 for tensor in item.tensors.values())
+
+
+def _reference(value: Any) -> Callable[[], Any]:
+    """Return a function that gives the object as long as it lives: the next one may have its id."""
+    try:
+        return weakref.ref(value)
+    except TypeError:  # a torch.Generator, a number: small
+        return lambda: value
+
+
+def _names(frame: types.FrameType | None) -> Iterator[_Found]:
+    """Yield the names of the user's modules whose code is under way, of its frames, and of other modules of the user's.
+
+    The outermost frame comes first: its names are there at each boundary, while a method that makes the batches has
+    returned at some, and knows an object as `self`.
+    """
+    frames: list[types.FrameType] = []
+    while frame is not None:
+        if _is_own(frame.f_code.co_filename):
+            frames.insert(0, frame)
+        frame = frame.f_back
+    under_way = {id(each.f_globals) for each in frames}
+    modules = [each for each in list(sys.modules.values()) if type(each) is types.ModuleType]
+    modules = [each for each in modules if _is_own(vars(each).get("__file__"))]
+    for module in modules:
+        if id(vars(module)) in under_way:
+            yield from _items(vars(module), "", str(module.__file__), "")
+    for each in frames:
+        if each.f_code.co_flags & OPTIMIZED:
+            names = each.f_locals
+            yield from _items(names, "", each.f_code.co_filename, each.f_code.co_name)
+            if type(names) is dict:  # before Python 3.13 the frame keeps it, and with it this step's tensors
+                names.clear()
+    for module in modules:
+        if id(vars(module)) not in under_way:
+            yield from _items(vars(module), f"{module.__name__}.", str(module.__file__), "")
+
+
+def _items(names: Mapping[str, Any], prefix: str, file: str, scope: str) -> Iterator[_Found]:
+    for name, value in list(names.items()):
+        if not name.startswith(("__", ".")):  # .0 is the iterator of a comprehension
+            expression = f"{prefix}{name}"
+            yield _Found(expression, value, _about(value, "values", expression, name, file, scope))
+
+
+def _about(value: Any, way: Any, owner: str, name: str, file: str, scope: str = "", holder: str = "") -> About:
+    return About(type=type(value).__name__, way=way, owner=owner, name=name, file=file, scope=scope, holder=holder)
+
+
+def _as_whole(item: _Found, way: Any = "track") -> None:
+    """Note that a thing itself can be tracked, whatever holds it."""
+    item.about = replace(item.about, way=way, owner=item.expression)
+
+
+def _is_own(file: Any) -> bool:
+    """Return whether a file is the user's: none of Python's, of an installed package's, or of jobkit's."""
+    return isinstance(file, str) and not file.startswith("<") and not any(part in file for part in INSTALLED)
+
+
+def _file_of(kind: type) -> Any:
+    module = sys.modules.get(kind.__module__)
+    return vars(module).get("__file__") if module is not None else None
+
+
+def _has_state(kind: type) -> bool:
+    return all(callable(getattr(kind, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+class _Walk:
+    """One look."""
+
+    def __init__(self, storages: Collection[int], objects: Collection[int]) -> None:
+        self._storages, self._objects = storages, objects
+        self._known: dict[int, Any] = {}
+        """The objects so far, by id; they are kept, for an id is another object's once its object is gone."""
+        self.found: dict[str, _Found] = {}
+
+    def visit(self, item: _Found) -> Iterator[_Found]:
+        """Note a thing, and yield what lies in it."""
+        value, kind = item.value, type(item.value)
+        if item.expression in self.found:
+            return
+        if isinstance(value, PLAIN):
+            self._note(item, text=_text(value))
+            return
+        if id(value) in self._known:
+            return
+        self._known[id(value)] = value
+        if kind.__module__.partition(".")[0] == "jobkit" or isinstance(value, DataLoader):
+            return  # a loader's state_dict, as torchdata's, may begin a pass
+        if isinstance(value, (torch.Tensor, np.ndarray)):
+            self._note(item, "tensor", {"": value})
+        elif kind in GENERATORS:
+            ways: dict[type, Any] = {torch.Generator: "track", np.random.Generator: "bit_generator"}
+            _as_whole(item, ways.get(kind, "own_state"))
+            self._note(item, "generator", text=repr(GENERATORS[kind](value)))
+        elif isinstance(value, nn.Module):
+            yield from self._module(item, value)
+        elif isinstance(value, (dict, *CONTAINERS)):
+            yield from self._container(item, value)
+        elif isinstance(value, _BaseDataLoaderIter):
+            _as_whole(item, "loader")
+            self._note(item, text=f"{vars(value)['_num_yielded']} batches")
+        elif isinstance(value, types.GeneratorType):
+            if _is_own(value.gi_code.co_filename):  # the iterator of its `for` has no name
+                parts = [each for each in gc.get_referents(value) if isinstance(each, ITERATORS)]
+                yield from (_Found(item.expression, each, item.about) for each in parts)
+        elif isinstance(value, types.FunctionType):
+            yield from self._cells(item, value)
+        elif isinstance(value, types.MethodType):
+            yield _Found(f"{item.expression}.__self__", value.__self__, item.about)
+        elif isinstance(value, type):
+            if _is_own(_file_of(value)):
+                yield from self._attributes(item, vars(value), value)
+        else:
+            if _has_state(kind) and id(value) not in self._objects:
+                self._state(item, value)
+            if isinstance(value, HOLDERS) or _is_own(_file_of(kind)):
+                yield from self._attributes(item, _attributes_of(value), kind)
+
+    def _note(
+        self, item: _Found, kind: SeenKind = "value", tensors: Mapping[str, Any] | None = None, text: str = ""
+    ) -> None:
+        item.kind, item.text = kind, text
+        for name, value in (tensors or {}).items():
+            tensor = _as_tensor(value)
+            if tensor is not None and storage_of(tensor) not in self._storages:
+                item.tensors[name] = tensor
+        if item.tensors or text:
+            self.found[item.expression] = item
+
+    def _module(self, item: _Found, module: nn.Module) -> Iterator[_Found]:
+        """A module is one thing where none of its tensors is tracked; else each is one that is not."""
+        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        parts = dict(module.named_modules())
+        self._known |= {id(part): part for part in parts.values()}
+        is_tracked = any(storage_of(tensor) in self._storages for tensor in tensors.values())
+        if not is_tracked and tensors:
+            _as_whole(item)
+            self._note(item, "state", tensors)
+        for name, tensor in tensors.items() if is_tracked else ():
+            path, _, key = name.rpartition(".")
+            owner = f"{item.expression}.{path}".rstrip(".")
+            kind = type(parts.get(path, module))
+            about = _about(tensor, "attributes", owner, key, str(_file_of(kind)), item.about.scope, kind.__name__)
+            self._known[id(tensor)] = tensor
+            self._note(_Found(f"{item.expression}.{name}", tensor, about), "tensor", {"": tensor})
+        for path, part in parts.items():
+            names = _attributes_of(part)
+            if not _is_own(_file_of(type(part))):  # a metric of a library has its sums as attributes
+                names = {name: value for name, value in names.items() if isinstance(value, torch.Tensor)}
+            inner = _Found(f"{item.expression}.{path}".rstrip("."), part, item.about)
+            yield from self._attributes(inner, names, type(part))
+
+    def _container(self, item: _Found, value: Any) -> Iterator[_Found]:
+        try:
+            items = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
+        except RuntimeError:  # another thread changes it
+            return
+        if len(items) > MOST_ITEMS and all(isinstance(each, PLAIN) for _, each in items):
+            self._note(item, text=_text(value))
+            return
+        self._note(item, text=f"{type(value).__name__} of {len(items)}")
+        for number, (key, each) in enumerate(items):
+            about = replace(item.about, type=type(each).__name__)
+            name = repr(key) if isinstance(key, (*PLAIN, tuple)) else f"<{type(key).__name__} {number}>"
+            yield _Found(f"{item.expression}[{name}]", each, about)
+
+    def _cells(self, item: _Found, function: types.FunctionType) -> Iterator[_Found]:
+        code = function.__code__
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                value = cell.cell_contents
+            except ValueError:  # nothing is assigned yet
+                continue
+            if _is_own(code.co_filename):
+                about = _about(value, "values", name, name, code.co_filename)
+                yield _Found(f"{item.expression}.{name}", value, about)
+
+    def _attributes(self, item: _Found, names: Mapping[str, Any], kind: type) -> Iterator[_Found]:
+        file, holder = str(_file_of(kind)), kind.__name__
+        for name, value in list(names.items()):
+            if not name.startswith("__"):
+                about = replace(item.about, type=type(value).__name__)
+                if about.way != "track":  # else the holder can be tracked as a whole
+                    about = _about(value, "attributes", item.expression, name, file, item.about.scope, holder)
+                yield _Found(f"{item.expression}.{name}", value, about)
+
+    def _state(self, item: _Found, value: Any) -> None:
+        """Note an object with a state_dict, unless it shares memory with what is tracked."""
+        try:
+            tree = flatten(value.state_dict())
+        except Exception:  # it may have no state at this moment
+            return
+        leaves = dict(tree.leaves)
+        if not any(storage_of(leaf) in self._storages for leaf in leaves.values()):
+            _as_whole(item)
+            text = json.dumps(tree.skeleton)  # that of a part is within it
+            self._known[id(tree)] = tree
+            self._note(item, "state", leaves, text)
+
+
+def _attributes_of(value: Any) -> dict[str, Any]:
+    """Return the attributes that lie in an object, in its __dict__ and its slots; those of nn.Module's own are none."""
+    names = dict(vars(value)) if hasattr(value, "__dict__") else {}
+    for kind in type(value).__mro__:
+        for name, slot in vars(kind).items():
+            if isinstance(slot, types.MemberDescriptorType):
+                try:
+                    names[name] = slot.__get__(value)
+                except AttributeError:  # nothing is assigned yet
+                    continue
+    if isinstance(value, nn.Module):
+        names = {name: each for name, each in names.items() if name not in _OF_MODULES}
+    return names
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+
+def _as_tensor(value: Any) -> torch.Tensor | None:
+    """Return a tensor or an array as a tensor on this rank; None where it has no plain memory."""
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind not in "biufc" or not value.dtype.isnative:
+            return None
+        return torch.from_numpy(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+    value = local(value)
+    return value if value.layout is torch.strided and not value.is_meta else None
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, np.generic):
+        value = value.item()  # its repr has its type
+    return repr(sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value)

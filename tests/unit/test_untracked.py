@@ -1,0 +1,183 @@
+"""What a look at a process finds, and what it leaves alone."""
+
+from __future__ import annotations
+
+import collections
+import random
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
+
+from jobkit.checkpoint.digests import storage_of
+from jobkit.run.records import Seen
+from jobkit.worker import untracked
+from jobkit.worker.untracked import Looker
+
+
+class Holder:
+    __slots__ = ("__dict__", "in_slot")
+
+    def __init__(self) -> None:
+        self.in_slot = torch.zeros(2)
+        self.shadow = {"weight": torch.zeros(2)}
+
+    @property
+    def trap(self) -> Any:
+        raise AssertionError("nobody may ask an object for its attributes")
+
+
+def looked(looker: Looker, tracked: nn.Module | None = None, **names: Any) -> dict[str, Seen]:
+    """Look with names in a frame of this file; returns what the look finds of them, by their paths."""
+    storages = {storage_of(tensor) for tensor in tracked.state_dict().values()} if tracked is not None else set()
+    found = looker.look(storages, {id(tracked)})
+    modules = tuple(f"{name}." for name in sys.modules)  # those of other tests are looked at as well
+    found = {name: seen for name, seen in found.items() if not name.startswith(modules)}
+    return {name.replace("names['", "").replace("']", "", 1): seen for name, seen in found.items()}
+
+
+def strong(found: dict[str, Seen]) -> list[str]:
+    return [name for name, seen in found.items() if seen.kind != "value"]
+
+
+def test_each_kind_of_thing_is_found_by_the_expression_that_leads_to_it() -> None:
+    model = nn.Linear(2, 2)
+    names = {
+        "ema": AveragedModel(model),
+        "own": Holder(),
+        "queue": collections.deque([np.zeros(3)]),
+        "generator": torch.Generator(),
+        "rng": np.random.default_rng(0),
+        "dice": random.Random(0),
+        "best": 0.5,
+        "arguments": SimpleNamespace(centre=torch.zeros(1)),
+        "optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1),
+    }
+    found = {name: seen.kind for name, seen in looked(Looker(), model, **names).items()}
+    assert {name: kind for name, kind in found.items() if kind != "value"} == {
+        "ema": "state",
+        "own.in_slot": "tensor",
+        "own.shadow['weight']": "tensor",
+        "queue[0]": "tensor",
+        "generator": "generator",
+        "rng": "generator",
+        "dice": "generator",
+        "arguments.centre": "tensor",
+        "optimizer": "state",
+    }
+    assert found["best"] == "value"
+
+
+CHANGES: dict[str, Any] = {
+    "ema": lambda ema: ema.update_parameters(nn.Linear(2, 2)),
+    "own": lambda own: own.shadow["weight"].add_(1),
+    "array": lambda array: array.fill(3),
+    "generator": lambda generator: torch.rand(1, generator=generator),
+    "rng": lambda rng: rng.random(),
+    "dice": lambda dice: dice.random(),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_in_place_is_seen_and_the_object_is_the_same(name: str) -> None:
+    things = {
+        "ema": AveragedModel(nn.Linear(2, 2)),
+        "own": Holder(),
+        "array": np.zeros(3),
+        "generator": torch.Generator(),
+        "rng": np.random.default_rng(0),
+        "dice": random.Random(0),
+    }
+    looker, thing = Looker(), things[name]
+    before = looked(looker, **{name: thing})
+    CHANGES[name](thing)
+    after = looked(looker, **{name: thing})
+    changed = [key for key in strong(after) if before[key].digest != after[key].digest]
+    assert changed == [key for key in changed if key.startswith("thing")] != []
+    assert after[changed[0]].is_same
+    assert not before[changed[0]].is_same
+
+
+def test_what_is_tracked_is_no_thing_of_its_own_and_a_part_of_a_whole_is_not_named_beside_it() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    ema = AveragedModel(nn.Linear(2, 2))
+    names = {
+        "tracked_model": model,
+        "weight": model[0].weight,
+        "layer": model[0],
+        "view": model[0].weight.data[:1],
+        "inner": ema.module,
+        "ema": ema,
+        "bias": ema.module.bias,
+    }
+    assert strong(looked(Looker(), model, **names)) == ["ema"]
+
+
+def test_the_iterator_of_a_loader_is_found_where_the_program_keeps_it_and_in_a_generator() -> None:
+    loader = DataLoader(range(10), batch_size=2)  # type: ignore[arg-type]
+
+    def cycle() -> Any:
+        while True:
+            yield from loader
+
+    batches, endless = iter(loader), cycle()
+    next(batches)
+    next(endless)
+    next(endless)
+    looker = Looker()
+    found = looked(looker)
+    assert [found[name].digest for name in ("batches", "endless")] == ["1 batches", "2 batches"]
+    assert looker.about["endless"].way == "loader"
+
+
+def test_a_scheduler_within_a_scheduler_is_a_part() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    warm, then = (torch.optim.lr_scheduler.StepLR(optimizer, number) for number in (2, 5))
+    whole = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, then], [3])
+    assert strong(looked(Looker(), warm=warm, then=then, whole=whole)) == ["whole", "optimizer"]
+
+
+def test_a_buffer_that_a_tracked_module_does_not_keep_is_named_by_its_module() -> None:
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1, 1)
+            self.register_buffer("mean", torch.zeros(1), persistent=False)
+
+    model, looker = Norm(), Looker()
+    found = looked(looker, model, tracked_model=model)
+    assert strong(found) == ["model.mean"]
+    about = looker.about["model.mean"]
+    assert (about.way, about.owner, about.name, about.holder) == ("attributes", "model", "mean", "Norm")
+
+
+def test_what_is_too_large_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(untracked, "HOST_BYTES", 100)
+    looker = Looker()
+    found = looked(looker, large=torch.zeros(26), small=torch.zeros(24))
+    assert ("small" in found, "large" in found) == (True, False)
+    assert looker.left_out == {"names['large']": 104}
+
+
+def test_a_large_process_is_looked_at_up_to_a_number_of_things(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(untracked, "MOST_OBJECTS", 50)
+    looker = Looker()
+    looked(looker, many=[{"each": number} for number in range(1000)])
+    assert "" in looker.left_out
+
+
+def test_an_object_whose_state_dict_fails_and_a_jobkit_object_are_passed_by() -> None:
+    class Broken:
+        def state_dict(self) -> Any:
+            raise RuntimeError
+
+        def load_state_dict(self, state: Any) -> None:
+            raise AssertionError
+
+    assert strong(looked(Looker(), broken=Broken())) == []
