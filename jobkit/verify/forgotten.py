@@ -99,6 +99,19 @@ def forgotten(first: Trace, second: Trace, again: Trace | None = None, at: Diffe
     return sorted(found, key=lambda item: (not item.is_finding, item.is_unlikely, *_unlikely(item, at)))
 
 
+def too_late(first: Trace, second: Trace) -> list[Forgotten]:
+    """Return what would be findings on rank 0, but changed after the last interruption only: nothing could be lost."""
+    places = [place for place in first[0] if place.seen]
+    begins = max(place.step for place in second[0] if place.event == "restored")
+    about = {name: each for place in places for name, each in place.about.items()}
+    found = []
+    for name, item in places[-1].seen.items() if places else ():
+        before = {place.seen[name].digest for place in places if place.step <= begins and name in place.seen}
+        if len(before) == 1 and item.digest not in before and item.is_same and _is_finding(item, item):
+            found.append(Forgotten(expression=name, about=about[name], rank=0, step=begins, first="", second=""))
+    return found
+
+
 def _one_of(group: Sequence[Forgotten]) -> Forgotten:
     """Return one thing to declare for all that differ of one owner: of containers their content, not their length."""
     likely = [item for item in group if not item.is_unlikely] or group
@@ -218,6 +231,12 @@ def hint_lines(items: Sequence[Forgotten], folder: Path) -> list[str]:
     names = [f"{item.expression} ({_place(item, folder)})" for item in items[:MOST_NAMED]]
     more = f" and {len(items) - MOST_NAMED} more" if len(items) > MOST_NAMED else ""
     return [f"a restart sets back, and nothing that is compared depends on it: {', '.join(names)}{more}; {PAGE}"]
+
+
+def late_lines(items: Sequence[Forgotten], folder: Path) -> list[str]:
+    """Return a line about what changed after the last interruption only."""
+    names = [f"{item.expression} ({item.about.type}, {_place(item, folder)})" for item in items[:MOST_NAMED]]
+    return [f"not exercised: {', '.join(names)} changed after the last interruption only"] if names else []
 
 
 def as_json(item: Forgotten, folder: Path) -> dict[str, Any]:

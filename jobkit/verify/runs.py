@@ -34,7 +34,7 @@ from jobkit.submission.signals import Signals
 from jobkit.verify import compare
 from jobkit.verify.compare import Difference, Excused, Trace
 from jobkit.verify.explain import difference_lines, interruption_words, relative_words
-from jobkit.verify.forgotten import MOST_NAMED, Forgotten, forgotten, hint_lines, lines_of
+from jobkit.verify.forgotten import MOST_NAMED, Forgotten, forgotten, hint_lines, late_lines, lines_of, too_late
 from jobkit.verify.plan import KINDS, interruptions
 from jobkit.verify.source import mentioned
 
@@ -151,6 +151,7 @@ class Verification:
             report.lines += [line for item in _findings(report) for line in lines_of(item, self.code)]
             hints = [item for item in report.found if not item.is_finding]
             report.lines += hint_lines(hints, self.code) if report.equal else []
+            report.lines += late_lines(too_late(straight, interrupted), self.code)
         report.lines += _notes(straight)
         return report
 

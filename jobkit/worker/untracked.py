@@ -51,8 +51,6 @@ CONTAINERS = (list, tuple, set, frozenset, deque)
 HOLDERS = (argparse.Namespace, types.SimpleNamespace)
 """The standard library's objects of a program's own attributes."""
 
-ITERATORS = (_BaseDataLoaderIter, types.GeneratorType)
-
 OPTIMIZED = 1
 """The flag of code whose frames keep their locals outside of a dict."""
 
@@ -259,13 +257,10 @@ class _Walk:
             yield from self._module(item, value)
         elif isinstance(value, (dict, *CONTAINERS)):
             yield from self._container(item, value)
-        elif isinstance(value, _BaseDataLoaderIter):
-            _as_whole(item, "loader")
-            self._note(item, text=f"{vars(value)['_num_yielded']} batches")
-        elif isinstance(value, types.GeneratorType):
-            if _is_own(value.gi_code.co_filename):  # the iterator of its `for` has no name
-                parts = [each for each in gc.get_referents(value) if isinstance(each, ITERATORS)]
-                yield from (_Found(item.expression, each, item.about) for each in parts)
+        elif isinstance(value, (_BaseDataLoaderIter, types.GeneratorType)):
+            if (taken := _batches_taken(value)) is not None:
+                _as_whole(item, "loader")
+                self._note(item, text=f"{taken} batches")
         elif isinstance(value, types.FunctionType):
             yield from self._cells(item, value)
         elif isinstance(value, types.MethodType):
@@ -359,6 +354,17 @@ class _Walk:
             text = json.dumps(tree.skeleton)  # that of a part is within it
             self._known[id(tree)] = tree
             self._note(item, "state", leaves, text)
+
+
+def _batches_taken(iterator: Any) -> int | None:
+    """Return how many batches of a DataLoader an iterator has given, in its pass; None where it gives others."""
+    if isinstance(iterator, _BaseDataLoaderIter):
+        return int(vars(iterator)["_num_yielded"])
+    if not isinstance(iterator, types.GeneratorType) or not _is_own(iterator.gi_code.co_filename):
+        return None
+    parts = gc.get_referents(iterator)  # the iterator of its `for` has no name
+    taken = [count for each in parts if (count := _batches_taken(each)) is not None]
+    return taken[0] if taken else 0 if any(isinstance(each, DataLoader) for each in parts) else None
 
 
 def _attributes_of(value: Any) -> dict[str, Any]:

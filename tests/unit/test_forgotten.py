@@ -10,7 +10,7 @@ import pytest
 
 from jobkit.run.records import About, Seen
 from jobkit.verify.compare import Difference, Place
-from jobkit.verify.forgotten import Forgotten, as_json, forgotten, hint_lines, lines_of, typed
+from jobkit.verify.forgotten import Forgotten, as_json, forgotten, hint_lines, late_lines, lines_of, too_late, typed
 from jobkit.verify.source import assigned, mentioned, uses
 
 CODE = """
@@ -120,6 +120,15 @@ def test_what_was_equal_again_after_a_restart_is_made_anew_and_a_hint() -> None:
     )
     (item,) = forgotten(STRAIGHT, second, STRAIGHT)
     assert not item.is_finding
+
+
+def test_what_changed_after_the_last_interruption_only_was_not_exercised() -> None:
+    late = run({0: seen("d0"), 1: seen("d0"), 2: seen("d0"), 3: seen("d1"), 4: seen("d2")})
+    second = run({0: seen("d0"), 1: seen("d0"), 2: seen("d0")}, {2: seen("d0"), 3: seen("d1"), 4: seen("d2")})
+    assert forgotten(late, second) == []
+    assert [item.expression for item in too_late(late, second)] == ["ema"]
+    assert "ema (Ema, train.py) changed after" in late_lines(too_late(late, second), Path())[0]
+    assert too_late(STRAIGHT, interrupted("d4")) == []
 
 
 def test_before_a_difference_the_boundary_in_the_same_attempt_counts() -> None:

@@ -122,17 +122,20 @@ def test_what_is_tracked_is_no_thing_of_its_own_and_a_part_of_a_whole_is_not_nam
 def test_the_iterator_of_a_loader_is_found_where_the_program_keeps_it_and_in_a_generator() -> None:
     loader = DataLoader(range(10), batch_size=2)  # type: ignore[arg-type]
 
-    def cycle() -> Any:
+    def cycle(loader: Any) -> Any:
         while True:
             yield from loader
 
-    batches, endless = iter(loader), cycle()
+    batches, endless = iter(loader), cycle(loader)
+    begins, other = cycle(loader), (number for number in range(3))
     next(batches)
     next(endless)
     next(endless)
     looker = Looker()
     found = looked(looker)
-    assert [found[name].digest for name in ("batches", "endless")] == ["1 batches", "2 batches"]
+    counts = {name: seen.digest for name, seen in found.items() if seen.digest.endswith(" batches")}
+    assert counts == {"batches": "1 batches", "endless": "2 batches", "begins": "0 batches"}
+    assert begins is not other
     assert looker.about["endless"].way == "loader"
 
 
