@@ -27,6 +27,8 @@ MOST_NAMED = 4
 NO_NAMES = ("self", "cls", "per_rank")
 """Words that ctx.track takes for something else, or for nothing."""
 
+UNSET = Seen(kind="value", digest="not set", is_same=False, is_scalar=True, size=0)
+
 OF_CONTAINER, DIGEST = re.compile(r"\w+ of \d+"), re.compile(r"[0-9a-f]{32}")
 """Texts of things that were seen."""
 
@@ -75,6 +77,9 @@ def forgotten(first: Trace, second: Trace, again: Trace | None = None, at: Diffe
         taken = {name.partition(".")[0] for name in pair[0].state}
         members = _members(places, about.keys() - own, about)
         recovered = _recovered(places, second[rank]) if at is None else set[str]()
+        if at is not None and at.kind == "end":  # a count that the loop itself makes is not there yet
+            unset = {name: UNSET for name, each in pair[0].seen.items() if each.kind == "value"}
+            pair = pair[0], replace(pair[1], seen={**unset, **pair[1].seen})
         for name in _lost(places, *pair):
             if any(each == name or each.startswith((f"{name}[", f"{name}.")) for each in own):
                 continue
@@ -163,15 +168,14 @@ def _changing(first: Sequence[Place], second: Sequence[Place]) -> set[str]:
 
 
 def _recovered(first: Sequence[Place], second: Sequence[Place]) -> set[str]:
-    """Return the names of what differed after a restart and was then equal again, although it had changed meanwhile: it
-    is made anew from other things, as the sums of an evaluation."""
-    found, differed = set(), dict[tuple[int, str], str]()
+    """Return the names of what differed after a restart and was then equal again: it is made anew from other things, as
+    the sums of an evaluation."""
+    found, differed = set(), set[tuple[int, str]]()
     for place, other in pairs(first, second):
         for name in place.seen.keys() & other.seen.keys() if other.attempt > 1 else ():
-            digest, key = place.seen[name].digest, (other.attempt, name)
-            if digest != other.seen[name].digest:
-                differed[key] = digest
-            elif differed.get(key, digest) != digest:
+            if place.seen[name].digest != other.seen[name].digest:
+                differed.add((other.attempt, name))
+            elif (other.attempt, name) in differed:
                 found.add(name)
     return found
 
@@ -204,7 +208,7 @@ def _has_changed(places: Sequence[Place], until: Place, name: str) -> bool:
 
 def _is_finding(one: Seen, other: Seen) -> bool:
     """Return whether it is more than a plain value, and lives from one boundary to the next."""
-    if one.kind != other.kind or one.size != other.size:  # a cache of what has come so far has another size
+    if one.kind != other.kind or (one.kind == "tensor" and one.size != other.size):  # a cache of what came so far
         return False
     return one.kind != "value" and (one.is_same or not one.is_scalar)
 

@@ -144,8 +144,8 @@ class Verification:
             )
             apart = f"; not compared, because two straight runs differ: {', '.join(report.excused)}"
             if taken < self.steps:
-                done += f"; the training has no {self.steps} steps"
-                done += f", each pass being cut to {self.shorten}" if course.epoch_ends else ""
+                done += f"; the training ended before the {self.steps} steps"
+                done += f", as each pass was cut to {self.shorten}" if course.epoch_ends else ""
             first = "=> equal" if report.equal else "what is compared is equal"
             report.lines = [f"{first} over {taken} steps: {done}{apart if report.excused else ''}"]
             report.lines += [line for item in _findings(report) for line in lines_of(item, self.code)]

@@ -108,7 +108,8 @@ def test_plain_values_and_numbers_that_are_made_anew_are_hints(fields: Any, is_f
 
 
 def test_a_cache_that_has_grown_otherwise_is_a_hint() -> None:
-    (item,) = forgotten(STRAIGHT, interrupted("?", size=5), STRAIGHT)
+    straight = run({step: seen(f"d{step}", kind="tensor") for step in range(5)})
+    (item,) = forgotten(straight, interrupted("?", kind="tensor", size=5), straight)
     assert not item.is_finding
 
 
