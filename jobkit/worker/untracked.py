@@ -197,7 +197,7 @@ def _names(frame: types.FrameType | None) -> Iterator[_Found]:
 
 def _items(names: Mapping[str, Any], prefix: str, file: str, scope: str) -> Iterator[_Found]:
     for name, value in list(names.items()):
-        if not name.startswith(("__", ".")):  # .0 is the iterator of a comprehension
+        if name != "_" and not name.startswith(("__", ".")):  # .0 is the iterator of a comprehension
             expression = f"{prefix}{name}"
             yield _Found(expression, value, _about(value, "values", expression, name, file, scope))
 
