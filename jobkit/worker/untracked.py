@@ -260,7 +260,7 @@ class _Walk:
         elif isinstance(value, (_BaseDataLoaderIter, types.GeneratorType)):
             if (taken := _batches_taken(value)) is not None:
                 _as_whole(item, "loader")
-                self._note(item, text=f"{taken} batches")
+                self._note(item, text=f"{taken} batch{'es' if taken != 1 else ''}")
         elif isinstance(value, types.FunctionType):
             yield from self._cells(item, value)
         elif isinstance(value, types.MethodType):
