@@ -60,48 +60,57 @@ class Forgotten:
 
 
 def forgotten(first: Trace, second: Trace, again: Trace | None = None, at: Difference | None = None) -> list[Forgotten]:
-    """Return what differs at the last boundary of both runs, findings first; with `at`, just before that difference.
+    """Return what differs after a restart, findings first; with `at`, what differs just before that difference.
 
-    What differs before the first interruption, or in `again`, another straight run, is the program's own.
+    A finding differs at the last boundary of both runs. What differs before the first interruption, or in `again`,
+    another straight run, is the program's own.
     """
     groups: dict[tuple[str, str], list[Forgotten]] = {}
     for rank in second if at is None else [at.place.rank]:
         places = first.get(rank, ())
         own = _changing(places, [place for place in second[rank] if place.attempt == 1])
         own |= _changing(places, again.get(rank, ())) if again is not None else set()
-        pair = _last(places, second[rank]) if at is None else _before(places, second[rank], at)
-        if pair is None:
-            continue
-        about = {name: each for place in places for name, each in place.about.items()}
-        with_times = {about[name].owner for name in own if name in about}
-        taken = {name.partition(".")[0] for name in pair[0].state}
-        members = _members(places, about.keys() - own, about)
-        recovered = _recovered(places, second[rank]) if at is None else set[str]()
-        if at is not None and at.kind == "end":  # a count that the loop itself makes is not there yet
-            unset = {name: UNSET for name, each in pair[0].seen.items() if each.kind == "value"}
-            pair = pair[0], replace(pair[1], seen={**unset, **pair[1].seen})
-        for name in _lost(places, *pair):
-            if any(each == name or each.startswith((f"{name}[", f"{name}.")) for each in own):
-                continue
-            one, other, is_scratch = pair[0].seen[name], pair[1].seen[name], at is not None and _is_back(name, at)
-            item = Forgotten(
-                expression=name,
-                about=about[name],
-                names=[about[name].name],
-                members=members.get(about[name].owner, []),
-                taken=taken,
-                is_finding=_is_finding(one, other) and (one.is_same or not is_scratch) and name not in recovered,
-                is_unlikely=is_scratch or about[name].owner in with_times,
-                rank=rank,
-                step=pair[1].step,
-                first=one.digest,
-                second=other.digest,
-            )
+        both = _after_restarts(places, second[rank]) if at is None else _before(places, second[rank], at)
+        for item in _of_rank(places, both, own, at):
             groups.setdefault((item.about.way, item.about.owner), []).append(item)
     found = [_one_of(group) for group in groups.values()]
     if at is not None:
         found = [item for item in found if not item.is_unlikely] or found
     return sorted(found, key=lambda item: (not item.is_finding, item.is_unlikely, *_unlikely(item, at)))
+
+
+def _of_rank(
+    places: Sequence[Place], both: Sequence[tuple[Place, Place]], own: Collection[str], at: Difference | None
+) -> Iterator[Forgotten]:
+    """Yield each name that differs at boundaries of a straight and an interrupted run, the last boundary first."""
+    about = {name: each for place in places for name, each in place.about.items()}
+    with_times = {about[name].owner for name in own if name in about}
+    members = _members(places, about.keys() - own, about)
+    recovered, known = _recovered(both) if at is None else set[str](), set[str]()
+    for number, (one, other) in enumerate(reversed(both)):
+        for name in _lost(places, one, other):
+            if name in known or any(each == name or each.startswith((f"{name}[", f"{name}.")) for each in own):
+                continue
+            known.add(name)
+            mine, theirs, is_scratch = one.seen[name], other.seen[name], at is not None and _is_back(name, at)
+            if (
+                number and mine.kind != "value"
+            ):  # it was equal again: a tensor is made anew, a best score is beaten again
+                continue
+            is_finding = _is_finding(mine, theirs) and (mine.is_same or not is_scratch)
+            yield Forgotten(
+                expression=name,
+                about=about[name],
+                names=[about[name].name],
+                members=members.get(about[name].owner, []),
+                taken={path.partition(".")[0] for path in one.state},
+                is_finding=is_finding and number == 0 and name not in recovered,
+                is_unlikely=is_scratch or about[name].owner in with_times,
+                rank=other.rank,
+                step=other.step,
+                first=mine.digest,
+                second=theirs.digest,
+            )
 
 
 def too_late(first: Trace, second: Trace) -> list[Forgotten]:
@@ -150,8 +159,8 @@ def _unlikely(item: Forgotten, at: Difference | None) -> tuple[bool, bool, bool]
     """Return an order of what may be the cause of a difference: it itself; what the code reads as the difference is
     made; what it reads."""
     found = set[Use]().union(*(uses(Path(item.about.file), name, _scope(item.about)) for name in item.names))
-    if at is None:
-        return False, False, not found
+    if at is None:  # a plain value that decides or ends something comes before one that is logged
+        return False, not found & {"condition", "result"}, not found
     is_it = (item.first, item.second) == (str(at.first), str(at.second))
     wanted: dict[str, Use] = {"end": "condition", "result": "result"}
     return not is_it, wanted.get(at.kind, "value") not in found, not found
@@ -167,31 +176,33 @@ def _changing(first: Sequence[Place], second: Sequence[Place]) -> set[str]:
     }
 
 
-def _recovered(first: Sequence[Place], second: Sequence[Place]) -> set[str]:
+def _after_restarts(first: Sequence[Place], second: Sequence[Place]) -> list[tuple[Place, Place]]:
+    """Return the boundaries that an interrupted run has after its restarts, with those of the straight run."""
+    return [pair for pair in pairs(first, second) if pair[1].attempt > 1 and pair[1].event == "boundary"]
+
+
+def _before(first: Sequence[Place], second: Sequence[Place], at: Difference) -> list[tuple[Place, Place]]:
+    """Return the boundary before a difference, in the same attempt: what differs there may be its cause."""
+    earlier = second[: next(number for number, place in enumerate(second) if place is at.place)]
+    both = [pair for pair in pairs(first, earlier) if pair[1].attempt == at.place.attempt and pair[1].seen][-1:]
+    if at.kind != "end":
+        return both
+    # a count that the loop itself makes is not there yet
+    unset = [{name: UNSET for name, each in one.seen.items() if each.kind == "value"} for one, _ in both]
+    return [(one, replace(other, seen={**more, **other.seen})) for (one, other), more in zip(both, unset, strict=True)]
+
+
+def _recovered(both: Sequence[tuple[Place, Place]]) -> set[str]:
     """Return the names of what differed after a restart and was then equal again: it is made anew from other things, as
     the sums of an evaluation."""
     found, differed = set(), set[tuple[int, str]]()
-    for place, other in pairs(first, second):
-        for name in place.seen.keys() & other.seen.keys() if other.attempt > 1 else ():
+    for place, other in both:
+        for name in place.seen.keys() & other.seen.keys():
             if place.seen[name].digest != other.seen[name].digest:
                 differed.add((other.attempt, name))
             elif (other.attempt, name) in differed:
                 found.add(name)
     return found
-
-
-def _last(first: Sequence[Place], second: Sequence[Place]) -> tuple[Place, Place] | None:
-    """Return the last boundary that both runs have."""
-    attempt = max((place.attempt for place in second), default=1)
-    both = [pair for pair in pairs(first, second) if pair[1].attempt == attempt > 1 and pair[1].event == "boundary"]
-    return both[-1] if both else None
-
-
-def _before(first: Sequence[Place], second: Sequence[Place], at: Difference) -> tuple[Place, Place] | None:
-    """Return the boundary before a difference, in the same attempt: what differs there may be its cause."""
-    earlier = second[: next(number for number, place in enumerate(second) if place is at.place)]
-    both = [pair for pair in pairs(first, earlier) if pair[1].attempt == at.place.attempt and pair[1].seen]
-    return both[-1] if both else None
 
 
 def _lost(places: Sequence[Place], one: Place, other: Place) -> Iterator[str]:

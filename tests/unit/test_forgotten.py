@@ -133,6 +133,13 @@ def test_what_changed_after_the_last_interruption_only_was_not_exercised() -> No
     assert too_late(STRAIGHT, interrupted("d4")) == []
 
 
+def test_a_best_score_that_was_beaten_again_is_a_hint() -> None:
+    straight = run({step: seen("0.5", "value") for step in range(5)} | {0: seen("inf", "value")})
+    second = run({0: seen("inf", "value")}, {1: seen("inf", "value"), 2: seen("inf", "value"), 3: seen("0.5", "value")})
+    (item,) = forgotten(straight, second)
+    assert (item.is_finding, item.step, item.first, item.second) == (False, 2, "0.5", "inf")
+
+
 def test_before_a_difference_the_boundary_in_the_same_attempt_counts() -> None:
     trace = interrupted("?")
     difference = Difference(
