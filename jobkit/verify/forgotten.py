@@ -104,7 +104,7 @@ def _of_rank(
                 names=[about[name].name],
                 members=members.get(about[name].owner, []),
                 taken={path.partition(".")[0] for path in one.state},
-                is_finding=is_finding and number == 0 and name not in recovered,
+                is_finding=is_finding and number == 0 and not (name in recovered and not _decides(about[name])),
                 is_unlikely=is_scratch or about[name].owner in with_times,
                 rank=other.rank,
                 step=other.step,
@@ -263,6 +263,11 @@ def as_json(item: Forgotten, folder: Path) -> dict[str, Any]:
 
 def _place(item: Forgotten, folder: Path) -> str:
     return assigned(Path(item.about.file), item.about.name, _scope(item.about), folder)
+
+
+def _decides(about: About) -> bool:
+    """Return whether a condition reads it, as a best score: then what comes depends on it, and it is not made anew."""
+    return "condition" in uses(Path(about.file), about.name, _scope(about))
 
 
 def _scope(about: About) -> str:

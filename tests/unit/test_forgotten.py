@@ -124,6 +124,16 @@ def test_what_was_equal_again_after_a_restart_is_made_anew_and_a_hint() -> None:
     assert not item.is_finding
 
 
+def test_what_a_condition_reads_is_not_made_anew(code: Path) -> None:
+    ways = {"ema": about("count", file=str(code), scope="fit")}
+    straight = run({step: seen(f"d{step}") for step in range(5)}, ways=ways)
+    second = run(
+        {0: seen("d0"), 1: seen("d1")}, {1: seen("d0"), 2: seen("?"), 3: seen("d3")}, {3: seen("d0"), 4: seen("?")}
+    )
+    (item,) = forgotten(straight, second, straight)
+    assert item.is_finding
+
+
 def test_what_changed_after_the_last_interruption_only_was_not_exercised() -> None:
     late = run({0: seen("d0"), 1: seen("d0"), 2: seen("d0"), 3: seen("d1"), 4: seen("d2")})
     second = run({0: seen("d0"), 1: seen("d0"), 2: seen("d0")}, {2: seen("d0"), 3: seen("d1"), 4: seen("d2")})
