@@ -19,7 +19,7 @@ from typing import Any
 
 from jobkit.run.records import About, Seen
 from jobkit.verify.compare import Difference, Place, Trace, pairs
-from jobkit.verify.source import Use, assigned, uses
+from jobkit.verify.source import Use, assigned, changed_by_methods, uses
 
 MOST_NAMED = 4
 """Hints in an answer."""
@@ -85,7 +85,7 @@ def _of_rank(
     """Yield each name that differs at boundaries of a straight and an interrupted run, the last boundary first."""
     about = {name: each for place in places for name, each in place.about.items()}
     with_times = {about[name].owner for name in own if name in about}
-    members = _members(places, about.keys() - own, about)
+    members = _members(places, own, about)
     recovered, known = _recovered(both) if at is None else set[str](), set[str]()
     for number, (one, other) in enumerate(reversed(both)):
         for name in _lost(places, one, other):
@@ -97,6 +97,7 @@ def _of_rank(
                 number and mine.kind != "value"
             ):  # it was equal again: a tensor is made anew, a best score is beaten again
                 continue
+            is_scratch |= not mine.is_same and name not in places[0].seen  # it cannot be declared before the loop
             is_finding = _is_finding(mine, theirs) and (mine.is_same or not is_scratch)
             yield Forgotten(
                 expression=name,
@@ -135,17 +136,16 @@ def _one_of(group: Sequence[Forgotten]) -> Forgotten:
     return replace(head, names=list(dict.fromkeys([*(item.about.name for item in named), *members])))
 
 
-def _members(places: Sequence[Place], names: Collection[str], about: Mapping[str, About]) -> dict[str, list[str]]:
-    """Return the attributes of each owner that the training changes: those that are there when the loop begins, for
-    they are declared before it."""
+def _members(places: Sequence[Place], own: Collection[str], about: Mapping[str, About]) -> dict[str, list[str]]:
+    """Return the attributes of each owner that its methods change, perhaps later than in these steps: those that are
+    there when the loop begins, for they are declared before it."""
     found: dict[str, list[str]] = {}
-    for name in places[0].seen if places else ():
-        digests = {place.seen[name].digest for place in places if name in place.seen}
-        if name not in names or len(digests) < 2 or any(OF_CONTAINER.fullmatch(digest) for digest in digests):
-            continue
-        file = Path(about[name].file)
-        if ":" in assigned(file, about[name].name, "", file.parent):  # else it is an attribute of a library's
-            found.setdefault(about[name].owner, []).append(about[name].name)
+    for name, seen in places[0].seen.items() if places else ():
+        item = about[name]
+        is_plain = seen.kind in ("value", "tensor") and not OF_CONTAINER.fullmatch(seen.digest)
+        is_own = name == f"{item.owner}.{item.name}" and name not in own
+        if is_plain and is_own and item.name in changed_by_methods(Path(item.file), item.holder):
+            found.setdefault(item.owner, []).append(item.name)
     return found
 
 

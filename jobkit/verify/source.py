@@ -56,6 +56,19 @@ def _changed_by(statement: ast.stmt) -> set[str]:
     return {node.id if isinstance(node, ast.Name) else node.attr for node in nodes if isinstance(node, NAMES)}
 
 
+@cache
+def changed_by_methods(file: Path, name: str) -> frozenset[str]:
+    """Return the attributes that methods of a class assign, or assign into, but for its constructor."""
+    found = set()
+    for node in ast.walk(_tree(file)):
+        if not isinstance(node, ast.ClassDef) or node.name != name:
+            continue
+        for method in node.body:
+            if isinstance(method, FUNCTIONS) and method.name != "__init__":
+                found |= set().union(*(_changed_by(each) for each in ast.walk(method) if isinstance(each, ast.stmt)))
+    return frozenset(found)
+
+
 def mentioned(files: Iterable[Path], name: str, folder: Path) -> str:
     """Return `train.py:41`, where `name=` is given to a call, as to ctx.track, or "name" is a key, as for ctx.log; ""
     where no line does."""

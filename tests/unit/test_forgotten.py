@@ -219,6 +219,56 @@ def test_what_only_changes_itself_is_not_read(code: Path) -> None:
     assert uses(code, "center", "") == set()
 
 
+BUFFER = """
+class Buffer:
+    def __init__(self, size):
+        self.items, self.place, self.is_full, self.size = [0] * size, 0, False, size
+
+    def add(self, item):
+        self.items[self.place] = item
+        self.place += 1
+        self.is_full |= self.place == self.size
+"""
+
+
+def test_attributes_that_methods_change_later_are_in_the_line_too(tmp_path: Path) -> None:
+    file = tmp_path / "buffer.py"
+    file.write_text(BUFFER)
+    fields = {"way": "attributes", "owner": "buffer", "file": str(file), "holder": "Buffer"}
+    ways = {f"buffer.{name}": about(name, **fields) for name in ("items", "place", "is_full", "size")}
+
+    def places(attempt: int, *values: tuple[int, str]) -> list[Place]:
+        fixed = {
+            "buffer.items": seen("0", "tensor"),
+            "buffer.is_full": seen("False", "value"),
+            "buffer.size": seen("9"),
+        }
+        return [
+            Place(
+                rank=0,
+                attempt=attempt,
+                step=step,
+                event="boundary" if number else "restored",
+                seen={"buffer.place": seen(value, "value"), **fixed},
+                about=ways,
+            )
+            for number, (step, value) in enumerate(values)
+        ]
+
+    straight = {0: places(1, (0, "0"), (1, "1"), (2, "2"))}
+    second = {0: [*places(1, (0, "0"), (1, "1")), *places(2, (1, "0"), (2, "1"))]}
+    (item,) = forgotten(straight, second)
+    assert item.names == ["place", "items", "is_full"]
+
+
+def test_a_tensor_that_is_not_there_before_the_loop_and_made_anew_is_no_finding() -> None:
+    fields = {"kind": "tensor", "is_same": False}
+    straight = run({0: None, **{step: seen(f"d{step}", **fields) for step in range(1, 5)}})
+    second = run({0: None, 1: seen("d1", **fields)}, {1: None, 2: seen("?", **fields), 3: seen("?", **fields)})
+    (item,) = forgotten(straight, second)
+    assert not item.is_finding
+
+
 @pytest.mark.parametrize(("kind", "first"), [("values", "best"), ("end", "count"), ("result", "worst")])
 def test_the_name_of_a_difference_is_what_the_code_reads_so(code: Path, kind: Any, first: str) -> None:
     names = ("count", "worst", "best")
