@@ -206,8 +206,12 @@ class About:
     file: str
     scope: str
     """The function that has the variable with which the expression begins; empty for a module's."""
-    holder: str
+    place: str
+    """Where that variable is: `in main()`, `in train.py`."""
+    holder: str = ""
     """The class of the object that has the attribute; empty for a variable."""
+    keeper: str = ""
+    """The expression of that object, where it has a state_dict of its own and is no module."""
 
 
 # What commands leave

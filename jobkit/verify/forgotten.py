@@ -277,7 +277,9 @@ def _scope(about: About) -> str:
 
 def typed(item: Forgotten) -> str:
     """Return what to type."""
-    owner, place = item.about.owner, f"before the loop{f', in {item.about.scope}()' if item.about.scope else ''}"
+    owner, place = item.about.owner, f"before the loop, {item.about.place}"
+    if item.about.keeper:
+        return f"keep {', '.join(item.names)} in the state_dict of {item.about.keeper}, and take it in load_state_dict"
     parts = [word for word in re.findall(r"[A-Za-z_]\w*", owner) if word not in NO_NAMES and not iskeyword(word)]
     name = (parts or [item.about.holder.lower() or "state"])[-1]
     if name in item.taken:

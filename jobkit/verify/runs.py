@@ -116,7 +116,7 @@ class Verification:
                 f"the training ended after {taken} steps, too few for an interruption: it needs "
                 "more steps, or an earlier checkpoint"
             )
-        self.say("to come: " + "\n         ".join(map(interruption_words, items)))
+        self.say("to come: " + "\n         ".join(map(interruption_words, self._as_done(items))))
         if report.missing:
             self.say(f"not exercised: {', '.join(report.missing)} ({EARLIER})")
         interrupted = self._trace("interrupted", items)
@@ -228,7 +228,7 @@ class Verification:
             try:
                 while (now := looks.at(view, run)) is None or not now.is_over:
                     if self.shows and (progress := looks.at(RunDir.progress, run)) is not None:
-                        display.show(progress)
+                        display.show(dataclasses.replace(progress, total_steps=self.first + self.steps))
                     time.sleep(POLL_SECONDS if outcome.process is not None else 10 * POLL_SECONDS)
             except KeyboardInterrupt:
                 if outcome.process is not None:

@@ -198,12 +198,19 @@ def _names(frame: types.FrameType | None) -> Iterator[_Found]:
 def _items(names: Mapping[str, Any], prefix: str, file: str, scope: str) -> Iterator[_Found]:
     for name, value in list(names.items()):
         if name != "_" and not name.startswith(("__", ".")):  # .0 is the iterator of a comprehension
-            expression = f"{prefix}{name}"
-            yield _Found(expression, value, _about(value, "values", expression, name, file, scope))
+            yield _of_name(f"{prefix}{name}", name, value, file, scope)
 
 
-def _about(value: Any, way: Any, owner: str, name: str, file: str, scope: str = "", holder: str = "") -> About:
-    return About(type=type(value).__name__, way=way, owner=owner, name=name, file=file, scope=scope, holder=holder)
+def _of_name(expression: str, name: str, value: Any, file: str, scope: str) -> _Found:
+    place, kind = f"in {scope}()" if scope else f"in {Path(file).name}", type(value).__name__
+    about = About(type=kind, way="values", owner=expression, name=name, file=file, scope=scope, place=place)
+    return _Found(expression, value, about)
+
+
+def _of_attribute(about: About, owner: str, name: str, kind: type) -> About:
+    keeper = owner if _has_state(kind) and not issubclass(kind, nn.Module) else ""
+    more = {"name": name, "file": str(_file_of(kind)), "holder": kind.__name__, "keeper": keeper}
+    return replace(about, way="attributes", owner=owner, **more)
 
 
 def _as_whole(item: _Found, way: Any = "track") -> None:
@@ -298,7 +305,7 @@ class _Walk:
             path, _, key = name.rpartition(".")
             owner = f"{item.expression}.{path}".rstrip(".")
             kind = type(parts.get(path, module))
-            about = _about(tensor, "attributes", owner, key, str(_file_of(kind)), item.about.scope, kind.__name__)
+            about = replace(_of_attribute(item.about, owner, key, kind), type=type(tensor).__name__)
             self._known[id(tensor)] = tensor
             self._note(_Found(f"{item.expression}.{name}", tensor, about), "tensor", {"": tensor})
         for path, part in parts.items():
@@ -330,16 +337,16 @@ class _Walk:
             except ValueError:  # nothing is assigned yet
                 continue
             if _is_own(code.co_filename):
-                about = _about(value, "values", name, name, code.co_filename)
-                yield _Found(f"{item.expression}.{name}", value, about)
+                found = _of_name(name, name, value, code.co_filename, "")
+                yield replace(found, expression=f"{item.expression}.{name}")
 
     def _attributes(self, item: _Found, names: Mapping[str, Any], kind: type) -> Iterator[_Found]:
-        file, holder = str(_file_of(kind)), kind.__name__
         for name, value in list(names.items()):
             if not name.startswith("__"):
-                about = replace(item.about, type=type(value).__name__)
+                about = item.about
                 if about.way != "track":  # else the holder can be tracked as a whole
-                    about = _about(value, "attributes", item.expression, name, file, item.about.scope, holder)
+                    about = _of_attribute(about, item.expression, name, kind)
+                about = replace(about, type=type(value).__name__)
                 yield _Found(f"{item.expression}.{name}", value, about)
 
     def _state(self, item: _Found, value: Any) -> None:

@@ -40,7 +40,15 @@ def code(tmp_path: Path) -> Path:
 
 
 def about(name: str = "ema", **fields: Any) -> About:
-    values = {"type": "Ema", "way": "track", "owner": name, "name": name, "file": "train.py", "scope": "", "holder": ""}
+    values = {
+        "type": "Ema",
+        "way": "track",
+        "owner": name,
+        "name": name,
+        "file": "train.py",
+        "scope": "",
+        "place": "in main()",
+    }
     return About(**{**values, **fields})
 
 
@@ -159,10 +167,12 @@ def test_before_a_difference_the_boundary_in_the_same_attempt_counts() -> None:
     assert (item.step, item.first, item.second) == (2, "d2", "d0")
 
 
-def thing(way: Any, owner: str, names: list[str], *, is_finding: bool = True, holder: str = "") -> Forgotten:
+def thing(
+    way: Any, owner: str, names: list[str], *, is_finding: bool = True, holder: str = "", keeper: str = ""
+) -> Forgotten:
     return Forgotten(
         expression=owner,
-        about=about(way=way, owner=owner, name=names[0], holder=holder),
+        about=about(way=way, owner=owner, name=names[0], holder=holder, keeper=keeper),
         names=names,
         is_finding=is_finding,
         rank=0,
@@ -180,11 +190,12 @@ TYPED = {
     ),
     "ctx.track(loss=jobkit.attributes(meters['loss'], \"sum\"))": thing("attributes", "meters['loss']", ["sum"]),
     "ctx.track(rng=jobkit.attributes(env.rng.bit_generator, \"state\"))": thing("bit_generator", "env.rng", ["rng"]),
-    "ctx.values(queue=queue) before the loop: a restore fills it": thing("values", "queue", ["queue"]),
-    "state = ctx.values(best=best) before the loop; then state.best in place of best": thing(
+    "ctx.values(queue=queue) before the loop, in main(): a restore fills it": thing("values", "queue", ["queue"]),
+    "state = ctx.values(best=best) before the loop, in main(); then state.best in place of best": thing(
         "values", "best", ["best"], is_finding=False
     ),
     "loader = ctx.loader(dataset, global_batch_size=...) in place of self.dl": thing("loader", "self.dl", ["dl"]),
+    "keep shadow in the state_dict of ema, and take it": thing("track", "ema.shadow", ["shadow"], keeper="ema"),
     "whose state_dict has the state of dice": thing("own_state", "dice", ["dice"]),
 }  # fmt: skip
 
