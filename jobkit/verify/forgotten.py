@@ -282,7 +282,7 @@ def typed(item: Forgotten) -> str:
         return f"keep {', '.join(item.names)} in the state_dict of {item.about.keeper}, and take it in load_state_dict"
     parts = [word for word in re.findall(r"[A-Za-z_]\w*", owner) if word not in NO_NAMES and not iskeyword(word)]
     name = (parts or [item.about.holder.lower() or "state"])[-1]
-    if name in item.taken:
+    if name in {*item.taken, "model"}:  # final/ has the weights of the entry `model`
         name = f"{name}_{item.about.name}" if item.about.name != name else f"{name}_state"
     names = ", ".join(f'"{each}"' for each in item.names)
     ways = {

@@ -188,6 +188,7 @@ TYPED = {
     "ctx.track(trainer=jobkit.attributes(self, \"center\", \"n\"))": thing(
         "attributes", "self", ["center", "n"], holder="Trainer"
     ),
+    "ctx.track(model_centers=jobkit.attributes(model, \"centers\"))": thing("attributes", "model", ["centers"]),
     "ctx.track(loss=jobkit.attributes(meters['loss'], \"sum\"))": thing("attributes", "meters['loss']", ["sum"]),
     "ctx.track(rng=jobkit.attributes(env.rng.bit_generator, \"state\"))": thing("bit_generator", "env.rng", ["rng"]),
     "ctx.values(queue=queue) before the loop, in main(): a restore fills it": thing("values", "queue", ["queue"]),
