@@ -112,7 +112,7 @@ def plain_leaves(skeleton: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's bits as integers, flat."""
-    flat = tensor.detach().contiguous().view(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     return flat.view(INTEGERS.get(flat.element_size(), torch.int32))
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from jobkit.run.records import About, Seen
 from jobkit.verify.compare import Difference, Place, Trace, pairs
-from jobkit.verify.source import Use, assigned, changed_by_methods, uses
+from jobkit.verify.source import Use, assigned, changed_by_methods, is_of_a_for, uses
 
 MOST_NAMED = 4
 """Hints in an answer."""
@@ -49,6 +49,8 @@ class Forgotten:
     taken: Collection[str] = ()
     """Names that are tracked already."""
     is_finding: bool = False
+    is_same: bool = True
+    """True if it is one object at two boundaries."""
     is_unlikely: bool = False
     """True if each step overwrites it, or if its owner has times."""
     rank: int
@@ -74,9 +76,7 @@ def forgotten(first: Trace, second: Trace, again: Trace | None = None, at: Diffe
         for item in _of_rank(places, both, own, at):
             groups.setdefault((item.about.way, item.about.owner), []).append(item)
     found = [_one_of(group) for group in groups.values()]
-    if at is not None:
-        found = [item for item in found if not item.is_unlikely] or found
-    return sorted(found, key=lambda item: (not item.is_finding, item.is_unlikely, *_unlikely(item, at)))
+    return sorted(found, key=lambda item: (not item.is_finding, *_unlikely(item, at)))
 
 
 def _of_rank(
@@ -97,6 +97,8 @@ def _of_rank(
                 number and mine.kind != "value"
             ):  # it was equal again: a tensor is made anew, a best score is beaten again
                 continue
+            if is_scratch and not about[name].holder and is_of_a_for(*_variable(about[name])):
+                continue
             is_scratch |= not mine.is_same and name not in places[0].seen  # it cannot be declared before the loop
             is_finding = _is_finding(mine, theirs) and (mine.is_same or not is_scratch)
             yield Forgotten(
@@ -105,6 +107,7 @@ def _of_rank(
                 names=[about[name].name],
                 members=members.get(about[name].owner, []),
                 taken={path.partition(".")[0] for path in one.state},
+                is_same=mine.is_same,
                 is_finding=is_finding and number == 0 and not (name in recovered and not _decides(about[name])),
                 is_unlikely=is_scratch or about[name].owner in with_times,
                 rank=other.rank,
@@ -155,15 +158,15 @@ def _is_back(name: str, at: Difference) -> bool:
     return one is not None and other is not None and one.digest == other.digest
 
 
-def _unlikely(item: Forgotten, at: Difference | None) -> tuple[bool, bool, bool]:
+def _unlikely(item: Forgotten, at: Difference | None) -> tuple[bool, ...]:
     """Return an order of what may be the cause of a difference: it itself; what the code reads as the difference is
     made; what it reads."""
-    found = set[Use]().union(*(uses(Path(item.about.file), name, _scope(item.about)) for name in item.names))
+    found = set[Use]().union(*(uses(*_variable(replace(item.about, name=name))) for name in item.names))
     if at is None:  # a plain value that decides or ends something comes before one that is logged
-        return False, not found & {"condition", "result"}, not found
+        return item.is_unlikely, not found & {"condition", "result"}, not found
     is_it = (item.first, item.second) == (str(at.first), str(at.second))
     wanted: dict[str, Use] = {"end": "condition", "result": "result"}
-    return not is_it, wanted.get(at.kind, "value") not in found, not found
+    return not is_it, wanted.get(at.kind, "value") not in found, item.is_unlikely, not found
 
 
 def _changing(first: Sequence[Place], second: Sequence[Place]) -> set[str]:
@@ -262,17 +265,17 @@ def as_json(item: Forgotten, folder: Path) -> dict[str, Any]:
 
 
 def _place(item: Forgotten, folder: Path) -> str:
-    return assigned(Path(item.about.file), item.about.name, _scope(item.about), folder)
+    return assigned(*_variable(item.about), folder)
 
 
 def _decides(about: About) -> bool:
     """Return whether a condition reads it, as a best score: then what comes depends on it, and it is not made anew."""
-    return "condition" in uses(Path(about.file), about.name, _scope(about))
+    return "condition" in uses(*_variable(about))
 
 
-def _scope(about: About) -> str:
-    """Return the function that assigns a variable; "" for an attribute, which any may assign."""
-    return "" if about.holder else about.scope
+def _variable(about: About) -> tuple[Path, str, str]:
+    """Return a file, a name, and the function that assigns it; no function for an attribute, which any may assign."""
+    return Path(about.file), about.name, "" if about.holder else about.scope
 
 
 def typed(item: Forgotten) -> str:
@@ -293,6 +296,6 @@ def typed(item: Forgotten) -> str:
         "loader": f"loader = ctx.loader(dataset, global_batch_size=...) in place of {owner}: it keeps its place",
         "values": f"state = ctx.values({name}={owner}) {place}; then state.{name} in place of {owner}",
     }
-    if item.is_finding and item.about.way == "values":
+    if item.about.way == "values" and item.is_finding and (item.is_same or item.expression != owner):
         return f"ctx.values({name}={owner}) {place}: a restore fills it"
     return ways[item.about.way]

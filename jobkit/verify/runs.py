@@ -291,9 +291,9 @@ def _notes(straight: Trace) -> list[str]:
     files = sorted({file for places in straight.values() for place in places for file in place.files})
     lines += [f"written outside the run directory, and not restored: {', '.join(files)}"] if files else []
     too_much = {name: size for places in straight.values() for place in places for name, size in place.left_out.items()}
-    large = [f"{name} ({size / 2**30:.1f} GiB)" for name, size in too_much.items() if name]
+    large = [f"{name} ({size / 2**30:.1f} GiB)" if size else name for name, size in too_much.items() if name]
     large += ["what lies deeper"] if "" in too_much else []
-    return [*lines, f"not looked at, for it is too much: {', '.join(large)}"] if large else lines
+    return [*lines, f"too large or too odd to look at: {', '.join(large[:MOST_NAMED])}"] if large else lines
 
 
 def note(file: Path, report: Report) -> None:

@@ -56,6 +56,12 @@ def _changed_by(statement: ast.stmt) -> set[str]:
     return {node.id if isinstance(node, ast.Name) else node.attr for node in nodes if isinstance(node, NAMES)}
 
 
+def is_of_a_for(file: Path, name: str, scope: str) -> bool:
+    """Return whether a `for` assigns a variable: each of its passes does so before anything reads it."""
+    loops = [node for node in ast.walk(_within(_tree(file), scope)) if isinstance(node, ast.For)]
+    return any(True for loop in loops for _ in _named(loop.target, name, scope))
+
+
 @cache
 def changed_by_methods(file: Path, name: str) -> frozenset[str]:
     """Return the attributes that methods of a class assign, or assign into, but for its constructor."""

@@ -17,7 +17,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import xxhash
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -94,25 +95,42 @@ class Looker:
         walk = _Walk(storages, objects)
         queue = deque(_names(sys._getframe(1)))
         while queue and len(walk.found) < MOST_OBJECTS:
-            queue.extend(walk.visit(queue.popleft()))
+            item = queue.popleft()
+            try:
+                queue.extend(walk.visit(item))
+            except Exception:  # a dead proxy, a class whose attributes are code: it is not this look that may end a run
+                self.left_out[item.expression] = 0
         if queue:
             self.left_out[""] = len(queue)
         self.about |= {expression: item.about for expression, item in walk.found.items()}
         _leave_out_parts(walk.found)
         looked_at = [item for item in walk.found.values() if not self._is_too_much(item)]
-        leaves = {f"{item.expression}\0{name}": leaf for item in looked_at for name, leaf in item.tensors.items()}
-        digests, before = tensor_digests(leaves), self._before
+        digests, before = self._digests(looked_at), self._before
         self._before = {item.expression: _reference(item.value) for item in looked_at}
         return {
             item.expression: Seen(
                 kind=item.kind,
-                digest=_number(item)
-                or _joined(item.text, [digests[f"{item.expression}\0{name}"] for name in item.tensors]),
+                digest=_number(item) or _joined(item.text, digests[item.expression]),
                 is_same=item.expression in before and before[item.expression]() is item.value,
                 is_scalar=_is_scalar(item),
                 size=sum(tensor.numel() for tensor in item.tensors.values()),
             )
             for item in looked_at
+            if item.expression in digests
+        }
+
+    def _digests(self, items: Sequence[_Found]) -> dict[str, list[str]]:
+        """Return the digests of each thing's tensors; none of a thing with a tensor of an odd kind."""
+        leaves = {f"{number}/{name}": leaf for number, item in enumerate(items) for name, leaf in item.tensors.items()}
+        try:
+            found = tensor_digests(leaves)  # together: the sums of a device come to the host at once
+        except Exception:
+            if len(items) > 1:
+                return {name: digests for item in items for name, digests in self._digests([item]).items()}
+            self.left_out[items[0].expression] = 0
+            return {}
+        return {
+            item.expression: [found[f"{number}/{name}"] for name in item.tensors] for number, item in enumerate(items)
         }
 
     def _is_too_much(self, item: _Found) -> bool:
@@ -246,39 +264,39 @@ class _Walk:
         value, kind = item.value, type(item.value)
         if item.expression in self.found:
             return
-        if isinstance(value, PLAIN):
+        if _is(value, PLAIN):
             self._note(item, text=_text(value))
             return
         if id(value) in self._known:
             return
         self._known[id(value)] = value
-        if kind.__module__.partition(".")[0] == "jobkit" or isinstance(value, DataLoader):
+        if kind.__module__.partition(".")[0] == "jobkit" or _is(value, DataLoader):
             return  # a loader's state_dict, as torchdata's, may begin a pass
-        if isinstance(value, (torch.Tensor, np.ndarray)):
+        if _is(value, (torch.Tensor, np.ndarray)):
             self._note(item, "tensor", {"": value})
         elif kind in GENERATORS:
             ways: dict[type, Any] = {torch.Generator: "track", np.random.Generator: "bit_generator"}
             _as_whole(item, ways.get(kind, "own_state"))
             self._note(item, "generator", text=repr(GENERATORS[kind](value)))
-        elif isinstance(value, nn.Module):
+        elif _is(value, nn.Module):
             yield from self._module(item, value)
-        elif isinstance(value, (dict, *CONTAINERS)):
+        elif _is(value, (dict, *CONTAINERS)):
             yield from self._container(item, value)
-        elif isinstance(value, (_BaseDataLoaderIter, types.GeneratorType)):
+        elif _is(value, (_BaseDataLoaderIter, types.GeneratorType)):
             if (taken := _batches_taken(value)) is not None:
                 _as_whole(item, "loader")
                 self._note(item, text=f"{taken} batch{'es' if taken != 1 else ''}")
-        elif isinstance(value, types.FunctionType):
+        elif _is(value, types.FunctionType):
             yield from self._cells(item, value)
-        elif isinstance(value, types.MethodType):
+        elif _is(value, types.MethodType):
             yield _Found(f"{item.expression}.__self__", value.__self__, item.about)
-        elif isinstance(value, type):
+        elif _is(value, type):
             if _is_own(_file_of(value)):
                 yield from self._attributes(item, vars(value), value)
         else:
             if _has_state(kind) and id(value) not in self._objects:
                 self._state(item, value)
-            if isinstance(value, HOLDERS) or _is_own(_file_of(kind)):
+            if _is(value, HOLDERS) or _is_own(_file_of(kind)):
                 yield from self._attributes(item, _attributes_of(value), kind)
 
     def _note(
@@ -292,16 +310,23 @@ class _Walk:
         if item.tensors or text:
             self.found[item.expression] = item
 
+    def _is_tracked(self, tensor: Any) -> bool:
+        plain = _as_tensor(tensor)
+        return plain is None or storage_of(plain) in self._storages
+
     def _module(self, item: _Found, module: nn.Module) -> Iterator[_Found]:
-        """A module is one thing where none of its tensors is tracked; else each is one that is not."""
+        """A module is one thing, unless it is tracked or all of its state is; what no state_dict has stands alone."""
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         parts = dict(module.named_modules())
         self._known |= {id(part): part for part in parts.values()}
-        is_tracked = any(storage_of(tensor) in self._storages for tensor in tensors.values())
-        if not is_tracked and tensors:
+        untracked = {name: tensor for name, tensor in tensors.items() if not self._is_tracked(tensor)}
+        passing = {f"{path}.{name}".lstrip(".") for path, part in parts.items() for name in _non_persistent(part)}
+        whole = {name: tensor for name, tensor in untracked.items() if name not in passing}
+        if whole and id(module) not in self._objects:
             _as_whole(item)
-            self._note(item, "state", tensors)
-        for name, tensor in tensors.items() if is_tracked else ():
+            self._note(item, "state", whole)
+            untracked = {name: tensor for name, tensor in untracked.items() if name in passing}
+        for name, tensor in untracked.items():
             path, _, key = name.rpartition(".")
             owner = f"{item.expression}.{path}".rstrip(".")
             kind = type(parts.get(path, module))
@@ -311,22 +336,22 @@ class _Walk:
         for path, part in parts.items():
             names = _attributes_of(part)
             if not _is_own(_file_of(type(part))):  # a metric of a library has its sums as attributes
-                names = {name: value for name, value in names.items() if isinstance(value, torch.Tensor)}
+                names = {name: value for name, value in names.items() if _is(value, torch.Tensor)}
             inner = _Found(f"{item.expression}.{path}".rstrip("."), part, item.about)
             yield from self._attributes(inner, names, type(part))
 
     def _container(self, item: _Found, value: Any) -> Iterator[_Found]:
         try:
-            items = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
+            items = list(dict.items(value)) if _is(value, dict) else list(enumerate(value))
         except RuntimeError:  # another thread changes it
             return
-        if len(items) > MOST_ITEMS and all(isinstance(each, PLAIN) for _, each in items):
+        if len(items) > MOST_ITEMS and all(_is(each, PLAIN) for _, each in items):
             self._note(item, text=_text(value))
             return
         self._note(item, text=f"{type(value).__name__} of {len(items)}")
         for number, (key, each) in enumerate(items):
             about = replace(item.about, type=type(each).__name__)
-            name = repr(key) if isinstance(key, (*PLAIN, tuple)) else f"<{type(key).__name__} {number}>"
+            name = repr(key) if _is(key, (*PLAIN, tuple)) else f"<{type(key).__name__} {number}>"
             yield _Found(f"{item.expression}[{name}]", each, about)
 
     def _cells(self, item: _Found, function: types.FunctionType) -> Iterator[_Found]:
@@ -353,7 +378,7 @@ class _Walk:
         """Note an object with a state_dict, unless it shares memory with what is tracked."""
         try:
             tree = flatten(value.state_dict())
-        except Exception:  # it may have no state at this moment
+        except (Exception, SystemExit):  # it may have no state at this moment
             return
         leaves = dict(tree.leaves)
         if not any(storage_of(leaf) in self._storages for leaf in leaves.values()):
@@ -365,26 +390,33 @@ class _Walk:
 
 def _batches_taken(iterator: Any) -> int | None:
     """Return how many batches of a DataLoader an iterator has given, in its pass; None where it gives others."""
-    if isinstance(iterator, _BaseDataLoaderIter):
+    if _is(iterator, _BaseDataLoaderIter):
         return int(vars(iterator)["_num_yielded"])
-    if not isinstance(iterator, types.GeneratorType) or not _is_own(iterator.gi_code.co_filename):
+    if not _is(iterator, types.GeneratorType) or not _is_own(iterator.gi_code.co_filename):
         return None
     parts = gc.get_referents(iterator)  # the iterator of its `for` has no name
     taken = [count for each in parts if (count := _batches_taken(each)) is not None]
-    return taken[0] if taken else 0 if any(isinstance(each, DataLoader) for each in parts) else None
+    return taken[0] if taken else 0 if any(_is(each, DataLoader) for each in parts) else None
+
+
+def _attributes_in(value: Any) -> dict[str, Any]:
+    try:
+        return dict(object.__getattribute__(value, "__dict__"))
+    except AttributeError:  # slots alone; `hasattr` would ask its __getattr__
+        return {}
 
 
 def _attributes_of(value: Any) -> dict[str, Any]:
     """Return the attributes that lie in an object, in its __dict__ and its slots; those of nn.Module's own are none."""
-    names = dict(vars(value)) if hasattr(value, "__dict__") else {}
+    names = _attributes_in(value)
     for kind in type(value).__mro__:
         for name, slot in vars(kind).items():
-            if isinstance(slot, types.MemberDescriptorType):
+            if _is(slot, types.MemberDescriptorType):
                 try:
                     names[name] = slot.__get__(value)
                 except AttributeError:  # nothing is assigned yet
                     continue
-    if isinstance(value, nn.Module):
+    if _is(value, nn.Module):
         names = {name: each for name, each in names.items() if name not in _OF_MODULES}
     return names
 
@@ -392,17 +424,29 @@ def _attributes_of(value: Any) -> dict[str, Any]:
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 
+def _non_persistent(module: nn.Module) -> Collection[str]:
+    return set[str](_attributes_in(module).get("_non_persistent_buffers_set", ()))
+
+
+def _is(value: Any, kinds: Any) -> bool:
+    """Return isinstance by the type alone: a proxy and a mock say something else of their class, by code."""
+    return issubclass(type(value), kinds)
+
+
 def _as_tensor(value: Any) -> torch.Tensor | None:
     """Return a tensor or an array as a tensor on this rank; None where it has no plain memory."""
-    if isinstance(value, np.ndarray):
+    if _is(value, np.ndarray):
         if value.dtype.kind not in "biufc" or not value.dtype.isnative:
             return None
         return torch.from_numpy(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+    if is_lazy(value):
+        return None
     value = local(value)
-    return value if value.layout is torch.strided and not value.is_meta else None
+    is_plain = value.layout is torch.strided and not value.is_meta and not value.is_nested
+    return value if is_plain else None
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, np.generic):
+    if _is(value, np.generic):
         value = value.item()  # its repr has its type
-    return repr(sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value)
+    return repr(sorted(value, key=repr) if _is(value, (set, frozenset)) else value)

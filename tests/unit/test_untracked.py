@@ -5,8 +5,11 @@ from __future__ import annotations
 import collections
 import random
 import sys
+import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -158,6 +161,65 @@ def test_a_buffer_that_a_tracked_module_does_not_keep_is_named_by_its_module() -
     assert strong(found) == ["model.mean"]
     about = looker.about["model.mean"]
     assert (about.way, about.owner, about.name, about.holder) == ("attributes", "model", "mean", "Norm")
+
+
+def test_an_average_that_holds_the_trained_model_is_one_thing() -> None:
+    class Ema(nn.Module):
+        def __init__(self, online: nn.Module) -> None:
+            super().__init__()
+            self.online, self.average = online, nn.Linear(2, 2)
+            self.register_buffer("step", torch.zeros(()))
+
+    model = nn.Linear(2, 2)
+    looker, ema = Looker(), Ema(model)
+    assert strong(looked(looker, model, mean=ema)) == ["ema"]
+    assert (looker.about["ema"].way, looker.about["ema"].owner) == ("track", "ema")
+
+
+class AsksItself:
+    __slots__ = ("value",)
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
+class WithoutInit(nn.Module):
+    def __init__(self) -> None:
+        pass
+
+
+class Exits:
+    def state_dict(self) -> Any:
+        raise SystemExit
+
+    def load_state_dict(self, state: Any) -> None:
+        raise SystemExit
+
+
+ODD: dict[str, Callable[[], Any]] = {
+    "a dead proxy": lambda: weakref.proxy(WithoutInit()),
+    "__getattr__ that raises": AsksItself,
+    "a mock of a list": lambda: Mock(spec=list),
+    "a mock of a module": lambda: Mock(spec=nn.Module),
+    "a lazy layer": lambda: nn.LazyLinear(2),
+    "a module without its own __init__": WithoutInit,
+    "a conjugate": lambda: torch.randn(4, dtype=torch.complex64).conj(),
+    "a nested tensor": lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+    "a meta tensor": lambda: torch.ones(2, device="meta"),
+    "a sparse tensor": lambda: torch.eye(2).to_sparse(),
+    "a number of many digits": lambda: 10**5000,
+    "objects in an array": lambda: np.array([None, "text"], dtype=object),
+    "a state_dict that exits": Exits,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ODD)
+def test_an_odd_object_is_passed_by_and_what_stands_beside_it_is_seen(name: str) -> None:
+    looker = Looker()
+    for _ in range(2):
+        found = looked(looker, odd=ODD[name](), ema=nn.Linear(1, 1))
+        assert found["ema"].kind == "state"
 
 
 def test_what_is_too_large_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
