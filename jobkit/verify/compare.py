@@ -57,6 +57,8 @@ class Place:
     """Expressions of things that were too large to look at, and their bytes."""
 
 
+ORDER = {"restored": 0, "boundary": 1, "evaluated": 2, "end": 3}
+
 Trace = Mapping[int, Sequence[Place]]
 """The places of each rank, in the order of their writing, attempt by attempt."""
 
@@ -134,10 +136,9 @@ def first_difference(first: Trace, second: Trace, excused: Excused = Excused()) 
     returns for two straight runs.
     """
     differences = [difference for rank in second for difference in _of_rank(first.get(rank, ()), second[rank], excused)]
-    order = {"restored": 0, "boundary": 1, "evaluated": 2, "end": 3}
     return min(
         differences,
-        key=lambda item: (item.place.attempt, item.place.step, order[item.place.event], item.place.rank),
+        key=lambda item: (item.place.attempt, item.place.step, ORDER[item.place.event], item.place.rank),
         default=None,
     )
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jobkit.run.records import About, Seen
-from jobkit.verify.compare import Difference, Place, Trace, pairs
+from jobkit.verify.compare import ORDER, Difference, Place, Trace, pairs
 from jobkit.verify.source import Use, assigned, changed_by_methods, is_of_a_for, uses
 
 MOST_NAMED = 4
@@ -48,6 +48,8 @@ class Forgotten:
     """All attributes of the owner that the training changes."""
     taken: Collection[str] = ()
     """Names that are tracked already."""
+    per_rank: bool | None = False
+    """True if each rank has one of its own, None if some have none."""
     is_finding: bool = False
     is_same: bool = True
     """True if it is one object at two boundaries."""
@@ -68,7 +70,7 @@ def forgotten(first: Trace, second: Trace, again: Trace | None = None, at: Diffe
     another straight run, is the program's own.
     """
     groups: dict[tuple[str, str], list[Forgotten]] = {}
-    for rank in second if at is None else [at.place.rank]:
+    for rank in second:
         places = first.get(rank, ())
         own = _changing(places, [place for place in second[rank] if place.attempt == 1])
         own |= _changing(places, again.get(rank, ())) if again is not None else set()
@@ -76,7 +78,18 @@ def forgotten(first: Trace, second: Trace, again: Trace | None = None, at: Diffe
         for item in _of_rank(places, both, own, at):
             groups.setdefault((item.about.way, item.about.owner), []).append(item)
     found = [_one_of(group) for group in groups.values()]
+    found = [replace(item, per_rank=_of_ranks(first, item.expression)) for item in found]
     return sorted(found, key=lambda item: (not item.is_finding, *_unlikely(item, at)))
+
+
+def _of_ranks(first: Trace, name: str) -> bool | None:
+    """Return whether each rank has a thing of its own; None where some ranks have none."""
+    last = [next((place for place in reversed(places) if place.seen), None) for places in first.values()]
+    things = [place.seen.get(name) if place is not None else None for place in last]
+    digests = {thing.digest if thing is not None else None for thing in things}
+    if None in digests or len({thing.kind for thing in things if thing is not None}) > 1:
+        return None
+    return len(digests) > 1
 
 
 def _of_rank(
@@ -92,7 +105,7 @@ def _of_rank(
             if name in known or any(each == name or each.startswith((f"{name}[", f"{name}.")) for each in own):
                 continue
             known.add(name)
-            mine, theirs, is_scratch = one.seen[name], other.seen[name], at is not None and _is_back(name, at)
+            mine, theirs, is_scratch = one.seen[name], other.seen[name], _is_back(name, at, other.rank)
             if (
                 number and mine.kind != "value"
             ):  # it was equal again: a tensor is made anew, a best score is beaten again
@@ -152,8 +165,10 @@ def _members(places: Sequence[Place], own: Collection[str], about: Mapping[str, 
     return found
 
 
-def _is_back(name: str, at: Difference) -> bool:
+def _is_back(name: str, at: Difference | None, rank: int) -> bool:
     """Return whether a thing is the same in both runs where the difference shows: then each step overwrites it."""
+    if at is None or at.place.rank != rank:
+        return False
     one, other = at.reference.seen.get(name), at.place.seen.get(name)
     return one is not None and other is not None and one.digest == other.digest
 
@@ -185,14 +200,18 @@ def _after_restarts(first: Sequence[Place], second: Sequence[Place]) -> list[tup
 
 
 def _before(first: Sequence[Place], second: Sequence[Place], at: Difference) -> list[tuple[Place, Place]]:
-    """Return the boundary before a difference, in the same attempt: what differs there may be its cause."""
-    earlier = second[: next(number for number, place in enumerate(second) if place is at.place)]
-    both = [pair for pair in pairs(first, earlier) if pair[1].attempt == at.place.attempt and pair[1].seen][-1:]
+    """Return a rank's boundary before a difference, in the same attempt: what differs there may be its cause."""
+    earlier = [place for place in second if place.attempt == at.place.attempt and _comes_before(place, at.place)]
+    both = [pair for pair in pairs(first, earlier) if pair[1].seen][-1:]
     if at.kind != "end":
         return both
     # a count that the loop itself makes is not there yet
     unset = [{name: UNSET for name, each in one.seen.items() if each.kind == "value"} for one, _ in both]
     return [(one, replace(other, seen={**more, **other.seen})) for (one, other), more in zip(both, unset, strict=True)]
+
+
+def _comes_before(place: Place, other: Place) -> bool:
+    return place.step < other.step or (place.step == other.step and ORDER[place.event] < ORDER[other.event])
 
 
 def _recovered(both: Sequence[tuple[Place, Place]]) -> set[str]:
@@ -227,19 +246,41 @@ def _is_finding(one: Seen, other: Seen) -> bool:
     return one.kind != "value" and (one.is_same or not one.is_scalar)
 
 
-def lines_of(item: Forgotten, folder: Path) -> list[str]:
-    """Return a finding, or the likely name of a difference, in words, and what to type."""
-    place, steps = _place(item, folder), f"{item.step} step{'s' if item.step != 1 else ''}"
+def lines_of(items: Sequence[Forgotten], folder: Path) -> list[str]:
+    """Return findings, or the likely names of a difference, in words, and what to type.
+
+    All plain values share a line: ctx.values is called once.
+    """
+    lines = []
+    for item in items:
+        lines += [_what(item, _place(item, folder))]
+        lines += [f"=> {typed(item)}; {PAGE}"] if item.about.way != "values" else []
+    values = [item for item in items if item.about.way == "values"]
+    return [*lines, f"=> {_of_values(values)}; {PAGE}"] if values else lines
+
+
+def _what(item: Forgotten, place: str) -> str:
     if item.is_finding:
-        first = (
+        steps, on = f"{item.step} step{'s' if item.step != 1 else ''}", f" on rank {item.rank}" if item.per_rank else ""
+        return (
             f"forgotten: {item.expression} ({item.about.type}, {place}) changed in the training, no checkpoint holds "
-            f"it, and it differs after {steps}"
+            f"it, and it differs{on} after {steps}"
         )
-    else:
-        both = f"is {item.first} in the straight run, {item.second} in the interrupted one"
-        is_shown = not any(DIGEST.fullmatch(text) for text in (item.first, item.second))
-        first = f"tracked nowhere: {item.expression} ({place}) {both if is_shown else 'differs between the runs'}"
-    return [first, f"=> {typed(item)}; {PAGE}"]
+    both = f"is {item.first} in the straight run, {item.second} in the interrupted one"
+    is_shown = not any(DIGEST.fullmatch(text) for text in (item.first, item.second))
+    return f"tracked nowhere: {item.expression} ({place}) {both if is_shown else 'differs between the runs'}"
+
+
+def _of_values(items: Sequence[Forgotten]) -> str:
+    """Return what to type for plain values, tensors and containers."""
+    words = {_name(item): item.about.owner for item in items}
+    given = ", ".join(f"{name}={owner}" for name, owner in words.items())
+    # an object that a restore fills stays in the hands of the loop
+    anew = [item for item in items if not (item.is_finding and (item.is_same or item.expression != item.about.owner))]
+    used = ", ".join(f"state.{_name(item)} in place of {item.about.owner}" for item in anew)
+    if "values" in items[0].taken:
+        return f"add {given} to ctx.values{f', and use {used}' if used else ''}"
+    return f"state = ctx.values({given}) before the loop, {items[0].about.place}{f'; then {used}' if used else ''}"
 
 
 def hint_lines(items: Sequence[Forgotten], folder: Path) -> list[str]:
@@ -278,24 +319,35 @@ def _variable(about: About) -> tuple[Path, str, str]:
     return Path(about.file), about.name, "" if about.holder else about.scope
 
 
+def _name(item: Forgotten) -> str:
+    """Return a name under which a thing can be tracked."""
+    parts = re.findall(r"[A-Za-z_]\w*", item.about.owner)
+    parts = [word for word in parts if word not in NO_NAMES and not iskeyword(word)]
+    name: str = (parts or [item.about.holder.lower() or "state"])[-1]
+    if item.about.way == "values" or name not in {*item.taken, "model"}:  # final/ has the weights of the entry `model`
+        return name
+    return f"{name}_{item.about.name}" if item.about.name != name else f"{name}_state"
+
+
 def typed(item: Forgotten) -> str:
     """Return what to type."""
-    owner, place = item.about.owner, f"before the loop, {item.about.place}"
+    owner, place, name = item.about.owner, f"before the loop, {item.about.place}", _name(item)
     if item.about.keeper:
         return f"keep {', '.join(item.names)} in the state_dict of {item.about.keeper}, and take it in load_state_dict"
-    parts = [word for word in re.findall(r"[A-Za-z_]\w*", owner) if word not in NO_NAMES and not iskeyword(word)]
-    name = (parts or [item.about.holder.lower() or "state"])[-1]
-    if name in {*item.taken, "model"}:  # final/ has the weights of the entry `model`
-        name = f"{name}_{item.about.name}" if item.about.name != name else f"{name}_state"
+    if item.about.way == "values":
+        return _of_values([item])
     names = ", ".join(f'"{each}"' for each in item.names)
-    ways = {
-        "track": f"ctx.track({name}={owner}) {place}",
-        "attributes": f"ctx.track({name}=jobkit.attributes({owner}, {names})) {place}",
-        "bit_generator": f'ctx.track({name}=jobkit.attributes({owner}.bit_generator, "state")) {place}',
-        "own_state": f"ctx.track({name}=...) {place}: an object whose state_dict has the state of {owner}",
-        "loader": f"loader = ctx.loader(dataset, global_batch_size=...) in place of {owner}: it keeps its place",
-        "values": f"state = ctx.values({name}={owner}) {place}; then state.{name} in place of {owner}",
+    values: dict[str, str] = {
+        "track": owner,
+        "attributes": f"jobkit.attributes({owner}, {names})",
+        "bit_generator": f'jobkit.attributes({owner}.bit_generator, "state")',
+        "own_state": "...",
     }
-    if item.about.way == "values" and item.is_finding and (item.is_same or item.expression != owner):
-        return f"ctx.values({name}={owner}) {place}: a restore fills it"
-    return ways[item.about.way]
+    if item.about.way == "loader":
+        return f"loader = ctx.loader(dataset, global_batch_size=...) in place of {owner}, and ctx.track(loader=loader)"
+    value = values[item.about.way]
+    if item.per_rank is None:
+        value = f"{value} if ctx.rank == {item.rank} else torch.nn.Identity()"
+    given = f"{name}={value}" if item.per_rank is False else f'per_rank={{"{name}": {value}}}'
+    more = f": an object whose state_dict has the state of {owner}" if item.about.way == "own_state" else ""
+    return f"ctx.track({given}) {place}{more}"

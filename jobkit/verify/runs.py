@@ -148,7 +148,7 @@ class Verification:
                 done += f", as each pass was cut to {self.shorten}" if course.epoch_ends else ""
             first = "=> equal" if report.equal else "what is compared is equal"
             report.lines = [f"{first} over {taken} steps: {done}{apart if report.excused else ''}"]
-            report.lines += [line for item in _findings(report) for line in lines_of(item, self.code)]
+            report.lines += lines_of(_findings(report), self.code)
             hints = [item for item in report.found if not item.is_finding]
             report.lines += hint_lines(hints, self.code) if report.equal else []
             report.lines += late_lines(too_late(straight, interrupted), self.code)
@@ -198,7 +198,7 @@ class Verification:
         report.difference = difference
         report.found = forgotten(straight, trace, again, at=difference)
         report.lines += difference_lines(difference, items)
-        report.lines += [line for item in report.found[:MOST_NAMED] for line in lines_of(item, self.code)]
+        report.lines += lines_of(report.found[:MOST_NAMED], self.code)
 
     @property
     def code(self) -> Path:
@@ -235,6 +235,7 @@ class Verification:
                     Stop(run, outcome.process, Display(run.name)).ask(read_status(run), kills=True)
                 elif outcome.job_id is not None:
                     jobs.cancel(outcome.job_id)
+                self.say("interrupted: nothing is proven")
                 raise
             finally:
                 display.close()

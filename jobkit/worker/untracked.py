@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import random
 import sys
@@ -40,8 +41,9 @@ HOST_BYTES, DEVICE_BYTES = 1 << 29, 1 << 36
 MOST_OBJECTS = 20_000
 """In a look."""
 
-MOST_ITEMS = 64
-"""A longer container is one value."""
+MOST_ITEMS, MOST_VISITED, MOST_READ = 64, 1_000, 100_000
+"""A longer container of plain values is one value; of one with more than MOST_VISITED things MOST_ITEMS are looked at,
+and of more than MOST_READ plain values only the number."""
 
 MOST_TEXT = 80
 """Characters of a value that is written as it is."""
@@ -51,6 +53,8 @@ PLAIN = (bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch.d
 CONTAINERS = (list, tuple, set, frozenset, deque)
 HOLDERS = (argparse.Namespace, types.SimpleNamespace)
 """The standard library's objects of a program's own attributes."""
+
+ITERATORS = (itertools.cycle, itertools.islice, itertools.chain, zip, map, enumerate)
 
 OPTIMIZED = 1
 """The flag of code whose frames keep their locals outside of a dict."""
@@ -147,16 +151,22 @@ class Looker:
 def _leave_out_parts(found: dict[str, _Found]) -> None:
     """Leave out what is a part of a state that was found: who tracks the whole has it."""
     wholes = [item for item in found.values() if item.kind == "state"]
-    of_storages = [{storage_of(tensor) for tensor in item.tensors.values()} for item in wholes]
+    of_storage: dict[int, list[tuple[_Found, set[int]]]] = {}
+    for whole in wholes:
+        storages = {storage_of(tensor) for tensor in whole.tensors.values()}
+        for storage in storages:
+            of_storage.setdefault(storage, []).append((whole, storages))
+    texts = [whole for whole in wholes if not whole.tensors]
     for expression, item in list(found.items()):
         mine = {storage_of(tensor) for tensor in item.tensors.values()}
-        for whole, storages in zip(wholes, of_storages, strict=True):
-            if whole is item or whole.expression not in found:
-                continue
-            in_text = item.kind == "state" and not mine and len(item.text) > MOST_TEXT and item.text in whole.text
-            if in_text or (mine and mine < storages):
-                del found[expression]
-                break
+        owners = [whole for whole, storages in of_storage.get(next(iter(mine), 0), []) if mine < storages]
+        if item.kind == "state":
+            begins = [(f"{whole.expression}.", f"{whole.expression}[") for whole in wholes]
+            owners += [whole for whole, begin in zip(wholes, begins, strict=True) if expression.startswith(begin)]
+            if not mine and len(item.text) > MOST_TEXT:
+                owners += [whole for whole in texts if item.text in whole.text]
+        if any(whole is not item and whole.expression in found for whole in owners):
+            del found[expression]
 
 
 def _joined(text: str, digests: list[str]) -> str:
@@ -272,7 +282,11 @@ class _Walk:
         self._known[id(value)] = value
         if kind.__module__.partition(".")[0] == "jobkit" or _is(value, DataLoader):
             return  # a loader's state_dict, as torchdata's, may begin a pass
-        if _is(value, (torch.Tensor, np.ndarray)):
+        if _is(value, np.ndarray) and value.dtype.hasobject:
+            yield from self._container(item, list(value.flat))
+        elif _is(value, torch.Tensor) and value.layout is torch.sparse_coo:
+            self._note(item, "tensor", {"indices": value._indices(), "values": value._values()})
+        elif _is(value, (torch.Tensor, np.ndarray)):
             self._note(item, "tensor", {"": value})
         elif kind in GENERATORS:
             ways: dict[type, Any] = {torch.Generator: "track", np.random.Generator: "bit_generator"}
@@ -282,7 +296,7 @@ class _Walk:
             yield from self._module(item, value)
         elif _is(value, (dict, *CONTAINERS)):
             yield from self._container(item, value)
-        elif _is(value, (_BaseDataLoaderIter, types.GeneratorType)):
+        elif _is(value, (_BaseDataLoaderIter, types.GeneratorType, *ITERATORS)):
             if (taken := _batches_taken(value)) is not None:
                 _as_whole(item, "loader")
                 self._note(item, text=f"{taken} batch{'es' if taken != 1 else ''}")
@@ -342,14 +356,13 @@ class _Walk:
 
     def _container(self, item: _Found, value: Any) -> Iterator[_Found]:
         try:
-            items = list(dict.items(value)) if _is(value, dict) else list(enumerate(value))
+            items = _ends_of(value)
         except RuntimeError:  # another thread changes it
             return
-        if len(items) > MOST_ITEMS and all(_is(each, PLAIN) for _, each in items):
-            self._note(item, text=_text(value))
-            return
-        self._note(item, text=f"{type(value).__name__} of {len(items)}")
-        for number, (key, each) in enumerate(items):
+        length, is_plain = len(value), all(_is(each, PLAIN) for _, each in items)
+        is_read = MOST_ITEMS < length <= MOST_READ and is_plain
+        self._note(item, text=_text(value) if is_read else f"{type(value).__name__} of {length}")
+        for number, (key, each) in enumerate(() if is_plain and length > MOST_ITEMS else items):
             about = replace(item.about, type=type(each).__name__)
             name = repr(key) if _is(key, (*PLAIN, tuple)) else f"<{type(key).__name__} {number}>"
             yield _Found(f"{item.expression}[{name}]", each, about)
@@ -388,11 +401,22 @@ class _Walk:
             self._note(item, "state", leaves, text)
 
 
+def _ends_of(value: Any) -> list[tuple[Any, Any]]:
+    """Return the keys and items of a container; of a long one, as a dataset in memory, those at its ends."""
+    if len(value) <= MOST_VISITED:
+        return list(dict.items(value)) if _is(value, dict) else list(enumerate(value))
+    if _is(value, (list, tuple, deque)):
+        numbers = [*range(MOST_ITEMS // 2), *range(len(value) - MOST_ITEMS // 2, len(value))]
+        return [(number, value[number]) for number in numbers]
+    return list(itertools.islice(dict.items(value) if _is(value, dict) else enumerate(value), MOST_ITEMS))
+
+
 def _batches_taken(iterator: Any) -> int | None:
     """Return how many batches of a DataLoader an iterator has given, in its pass; None where it gives others."""
     if _is(iterator, _BaseDataLoaderIter):
         return int(vars(iterator)["_num_yielded"])
-    if not _is(iterator, types.GeneratorType) or not _is_own(iterator.gi_code.co_filename):
+    is_own = _is(iterator, types.GeneratorType) and _is_own(iterator.gi_code.co_filename)
+    if not is_own and not _is(iterator, ITERATORS):
         return None
     parts = gc.get_referents(iterator)  # the iterator of its `for` has no name
     taken = [count for each in parts if (count := _batches_taken(each)) is not None]
@@ -436,7 +460,7 @@ def _is(value: Any, kinds: Any) -> bool:
 def _as_tensor(value: Any) -> torch.Tensor | None:
     """Return a tensor or an array as a tensor on this rank; None where it has no plain memory."""
     if _is(value, np.ndarray):
-        if value.dtype.kind not in "biufc" or not value.dtype.isnative:
+        if value.dtype.hasobject:
             return None
         return torch.from_numpy(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
     if is_lazy(value):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,7 @@ TYPED = {
     "ctx.track(model_centers=jobkit.attributes(model, \"centers\"))": thing("attributes", "model", ["centers"]),
     "ctx.track(loss=jobkit.attributes(meters['loss'], \"sum\"))": thing("attributes", "meters['loss']", ["sum"]),
     "ctx.track(rng=jobkit.attributes(env.rng.bit_generator, \"state\"))": thing("bit_generator", "env.rng", ["rng"]),
-    "ctx.values(queue=queue) before the loop, in main(): a restore fills it": thing("values", "queue", ["queue"]),
+    "state = ctx.values(queue=queue) before the loop, in main()": thing("values", "queue", ["queue"]),
     "state = ctx.values(best=best) before the loop, in main(); then state.best in place of best": thing(
         "values", "best", ["best"], is_finding=False
     ),
@@ -204,8 +205,32 @@ TYPED = {
 @pytest.mark.parametrize("text", TYPED)
 def test_what_to_type(text: str) -> None:
     assert text in typed(TYPED[text])
-    assert text in "\n".join(lines_of(TYPED[text], Path()))
+    assert text in "\n".join(lines_of([TYPED[text]], Path()))
     assert as_json(TYPED[text], Path())["to_type"] == typed(TYPED[text])
+
+
+def test_all_plain_values_are_in_one_call_and_in_the_one_that_is_there() -> None:
+    items = [thing("values", name, [name], is_finding=False) for name in ("best", "bad")]
+    call = "=> state = ctx.values(best=best, bad=bad) before the loop, in main(); then state.best in place of best, "
+    assert lines_of(items, Path())[-1].startswith(f"{call}state.bad in place of bad; ")
+    items = [replace(item, taken=["values"]) for item in items]
+    assert "=> add best=best, bad=bad to ctx.values, and use state.best in place of best" in lines_of(items, Path())[-1]
+
+
+@pytest.mark.parametrize(
+    ("others", "given"),
+    [
+        ([seen("d4"), seen("d4")], "ctx.track(ema=ema) "),
+        ([seen("e4"), seen("f4")], 'ctx.track(per_rank={"ema": ema}) '),
+        ([None, seen("None", "value")], 'ctx.track(per_rank={"ema": ema if ctx.rank == 0 else torch.nn.Identity()}) '),
+    ],
+)
+def test_the_state_of_each_rank_and_of_one_rank_is_typed_so(others: Sequence[Seen | None], given: str) -> None:
+    straight, second = dict(STRAIGHT), dict(interrupted("?"))
+    for rank, other in enumerate(others, start=1):
+        straight[rank] = second[rank] = run({0: other, 4: other})[0]
+    (item,) = forgotten(straight, second)
+    assert typed(item).startswith(given)
 
 
 def test_hints_share_a_line() -> None:

@@ -230,6 +230,14 @@ def test_what_is_too_large_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch)
     assert looker.left_out == {"names['large']": 104}
 
 
+def test_of_a_dataset_in_memory_the_ends_are_looked_at_and_what_stands_behind_it_is_found() -> None:
+    samples = [{"id": number, "caption": "text"} for number in range(30_000)]
+    looker = Looker()
+    found = looked(looker, holder=SimpleNamespace(samples=samples, deeper={"ema": {"shadow": torch.zeros(2)}}))
+    assert "holder.deeper['ema']['shadow']" in strong(found)
+    assert looker.left_out == {}
+
+
 def test_a_large_process_is_looked_at_up_to_a_number_of_things(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(untracked, "MOST_OBJECTS", 50)
     looker = Looker()
