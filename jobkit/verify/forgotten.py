@@ -102,7 +102,8 @@ def _of_rank(
     recovered, known = _recovered(both) if at is None else set[str](), set[str]()
     for number, (one, other) in enumerate(reversed(both)):
         for name in _lost(places, one, other):
-            if name in known or any(each == name or each.startswith((f"{name}[", f"{name}.")) for each in own):
+            within = one.seen[name].kind == "value" and any(each.startswith((f"{name}[", f"{name}.")) for each in own)
+            if name in known or name in own or within:
                 continue
             known.add(name)
             mine, theirs, is_scratch = one.seen[name], other.seen[name], _is_back(name, at, other.rank)

@@ -56,6 +56,8 @@ HOLDERS = (argparse.Namespace, types.SimpleNamespace)
 
 ITERATORS = (itertools.cycle, itertools.islice, itertools.chain, zip, map, enumerate)
 
+EMPTY = flatten({}).skeleton
+
 OPTIMIZED = 1
 """The flag of code whose frames keep their locals outside of a dict."""
 
@@ -310,8 +312,10 @@ class _Walk:
         else:
             if _has_state(kind) and id(value) not in self._objects:
                 self._state(item, value)
-            if _is(value, HOLDERS) or _is_own(_file_of(kind)):
-                yield from self._attributes(item, _attributes_of(value), kind)
+            names = _attributes_of(value)
+            if not _is(value, HOLDERS) and not _is_own(_file_of(kind)):  # as a Trainer's list of callbacks
+                names = {name: each for name, each in names.items() if _has_own(each)}
+            yield from self._attributes(item, names, kind)
 
     def _note(
         self, item: _Found, kind: SeenKind = "value", tensors: Mapping[str, Any] | None = None, text: str = ""
@@ -394,6 +398,8 @@ class _Walk:
         except (Exception, SystemExit):  # it may have no state at this moment
             return
         leaves = dict(tree.leaves)
+        if tree.skeleton == EMPTY:  # as that of a callback which keeps nothing
+            return
         if not any(storage_of(leaf) in self._storages for leaf in leaves.values()):
             _as_whole(item)
             text = json.dumps(tree.skeleton)  # that of a part is within it
@@ -404,6 +410,8 @@ class _Walk:
 def _ends_of(value: Any) -> list[tuple[Any, Any]]:
     """Return the keys and items of a container; of a long one, as a dataset in memory, those at its ends."""
     if len(value) <= MOST_VISITED:
+        if _is(value, (set, frozenset)):
+            value = sorted(value, key=repr)  # its order differs by process
         return list(dict.items(value)) if _is(value, dict) else list(enumerate(value))
     if _is(value, (list, tuple, deque)):
         numbers = [*range(MOST_ITEMS // 2), *range(len(value) - MOST_ITEMS // 2, len(value))]
@@ -446,6 +454,12 @@ def _attributes_of(value: Any) -> dict[str, Any]:
 
 
 _OF_MODULES = frozenset(vars(nn.Module()))
+
+
+def _has_own(value: Any) -> bool:
+    """Return whether a thing is of the user's classes, or a short list that has such a thing."""
+    things = value if _is(value, (list, tuple)) and len(value) <= MOST_ITEMS else [value]
+    return any(_is_own(_file_of(type(each))) for each in things)
 
 
 def _non_persistent(module: nn.Module) -> Collection[str]:

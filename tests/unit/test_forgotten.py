@@ -94,6 +94,16 @@ def test_what_is_the_programs_own_or_comes_back_is_none(second: Any, again: Any)
     assert forgotten(STRAIGHT, second, again) == []
 
 
+def test_the_order_of_a_set_within_a_module_does_not_excuse_the_module() -> None:
+    def with_set(trace: dict[int, list[Place]], order: str) -> dict[int, list[Place]]:
+        names = {"ema.names[0]": seen(order, "value")}
+        ways = {"ema": about(), "ema.names[0]": about("names")}
+        return {0: [replace(place, seen={**place.seen, **names}, about=ways) for place in trace[0]]}
+
+    (item,) = forgotten(with_set(STRAIGHT, "a"), with_set(interrupted("?"), "b"), with_set(STRAIGHT, "b"))
+    assert item.is_finding
+
+
 def test_what_never_changes_is_none() -> None:
     constant = run({step: seen("d") for step in range(5)})
     other = run({step: seen("d") for step in range(3)}, {step: seen("?") for step in range(2, 5)})

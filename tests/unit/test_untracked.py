@@ -6,7 +6,9 @@ import collections
 import random
 import sys
 import weakref
+from collections import UserDict
 from collections.abc import Callable
+from queue import LifoQueue
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -220,6 +222,28 @@ def test_an_odd_object_is_passed_by_and_what_stands_beside_it_is_seen(name: str)
     for _ in range(2):
         found = looked(looker, odd=ODD[name](), ema=nn.Linear(1, 1))
         assert found["ema"].kind == "state"
+
+
+class Averaging(UserDict[str, Any]):
+    """As a callback of Lightning: a base of a library, whose state_dict is empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shadow = torch.zeros(2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError
+
+
+def test_a_callback_is_found_in_the_list_of_a_librarys_object() -> None:
+    looker, fitting = Looker(), LifoQueue[Any]()
+    vars(fitting)["callbacks"] = [Averaging()]
+    assert strong(looked(looker, trainer=fitting)) == ["fitting.callbacks[0].shadow"]
+    about = looker.about["fitting.callbacks[0].shadow"]
+    assert (about.way, about.keeper) == ("attributes", "fitting.callbacks[0]")
 
 
 def test_what_is_too_large_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
