@@ -119,7 +119,8 @@ def test_a_forgotten_state_is_named(tmp_path: Path, forgets: str) -> None:
     lines = (HARNESS / "forgetful_task.py").read_text().splitlines()
     line = next(number for number, text in enumerate(lines, 1) if code in text)
     assert (first["expression"], first["place"]) == (expression, f"forgetful_task.py:{line}"), report
-    assert first["to_type"] in "\n".join(report["lines"])
+    assert f"{expression}={expression}" in first["to_type"]
+    assert f"{expression}={expression}" in "\n".join(report["lines"])
 
 
 def test_an_average_that_nothing_reads_is_found(tmp_path: Path) -> None:
