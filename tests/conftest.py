@@ -17,6 +17,7 @@ import pytest
 from harness.runs import YAML, Launch, Project, describe, describe_slurm
 from slurmbox import Cluster
 
+from jobkit.log import log
 from jobkit.run.rundir import RunDir
 
 pytest_plugins = ["slurmbox.pytest_plugin"]
@@ -46,6 +47,17 @@ def pytest_configure() -> None:
     os.environ.pop("PYTHONUNBUFFERED", None)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def heard(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """caplog of jobkit's log, each line once.
+
+    caplog joins the root logger, and before a test those that do not propagate: a logger that begins to do so within
+    the test gives each line twice, and one that another test has configured does not propagate.
+    """
+    log.propagate = True
+    return caplog
 
 
 @pytest.fixture(scope="session")

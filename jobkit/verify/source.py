@@ -52,8 +52,23 @@ def _changed_by(statement: ast.stmt) -> set[str]:
         targets = [statement.target]
     elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
         targets = [statement.value.func.value] if isinstance(statement.value.func, ast.Attribute) else []
-    nodes = [node for target in targets for node in ast.walk(target)]
-    return {node.id if isinstance(node, ast.Name) else node.attr for node in nodes if isinstance(node, NAMES)}
+    return {name for target in targets for name in _spine(target)}
+
+
+def _spine(node: ast.AST) -> Iterator[str]:
+    """Yield the names of what is changed, as `self` and `ema` of `self.ema[name].mul_(rate)`: no index, no argument."""
+    if isinstance(node, (ast.Tuple, ast.List)):
+        for each in node.elts:
+            yield from _spine(each)
+    elif isinstance(node, ast.Name):
+        yield node.id
+    elif isinstance(node, ast.Attribute):
+        yield node.attr
+        yield from _spine(node.value)
+    elif isinstance(node, (ast.Subscript, ast.Starred)):
+        yield from _spine(node.value)
+    elif isinstance(node, ast.Call):
+        yield from _spine(node.func)
 
 
 def is_of_a_for(file: Path, name: str, scope: str) -> bool:
@@ -86,7 +101,6 @@ def mentioned(files: Iterable[Path], name: str, folder: Path) -> str:
 
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-NAMES = (ast.Name, ast.Attribute)
 
 
 def _within(tree: ast.AST, scope: str) -> ast.AST:

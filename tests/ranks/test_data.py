@@ -399,10 +399,9 @@ def test_a_stream_with_a_state_is_not_read_again() -> None:
         assert (stream.read, again.read) == (12, 4)
 
 
-def test_a_stream_whose_state_is_not_exact_is_read_again_and_said_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stream_whose_state_is_not_exact_is_read_again_and_said_so(heard: pytest.LogCaptureFixture) -> None:
     from jobkit.train.foreign_loader import Pass
 
-    log.propagate = True
     for kind, read in ((Resumable, 4), (Buffered, 13)):
         part = Pass(DataLoader(kind(), batch_size=4), 1)
         batches = iter(part)
@@ -412,7 +411,7 @@ def test_a_stream_whose_state_is_not_exact_is_read_again_and_said_so(caplog: pyt
         expected = next(batches)  # read before the boundary at which the state is saved
         stream = kind()
         assert torch.equal(next(iter(Pass(DataLoader(stream, batch_size=4), 1, part.state_dict()))), expected)
-        assert (kind, len(caplog.messages), stream.read) == (kind, int(kind is Buffered), read + 4 * (kind is Buffered))
+        assert (kind, len(heard.messages), stream.read) == (kind, int(kind is Buffered), read + 4 * (kind is Buffered))
 
 
 @pytest.mark.parametrize("kind", [Staying, Continuing, Resumable])
@@ -536,9 +535,8 @@ def of_pairs() -> DataLoader[Any]:
 )
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_pass_that_goes_on_in_another_order_says_so(
-    caplog: pytest.LogCaptureFixture, make: Callable[[], DataLoader[Any]], name: str, ahead: int
+    heard: pytest.LogCaptureFixture, make: Callable[[], DataLoader[Any]], name: str, ahead: int
 ) -> None:
-    log.propagate = True
     loader = make()
     part = Pass(loader, 1)
     batches = iter(part)
@@ -550,13 +548,13 @@ def test_a_pass_that_goes_on_in_another_order_says_so(
     next(iter(Pass(make(), 1, state)))  # begun anew, a sampler draws the same
     old = {key: value for key, value in state.items() if key != "order"}
     next(iter(Pass(loader, 1, old)))  # a checkpoint of an older jobkit
-    assert caplog.messages == []
+    assert heard.messages == []
     if isinstance(loader.sampler, WeightedRandomSampler):
         loader.sampler.weights[3] = 9.0
     resumed = Pass(loader, 1, state)
     goes_on = iter(resumed)
     next(goes_on)
-    assert [message.split()[:4] for message in caplog.messages] == [[name, "has", "another", "order"]] * bool(name)
+    assert [message.split()[:4] for message in heard.messages] == [[name, "has", "another", "order"]] * bool(name)
     resumed.taken += 1
     if not name:  # the digest of the whole order
         assert resumed.state_dict()["order"] == orders_of(make(), resumed.taken)
@@ -742,16 +740,15 @@ def test_what_is_no_stream_is_refused(words: str) -> None:
 
 @pytest.mark.parametrize(("size", "length", "position"), [(12, 37, 40), (8, 50, 53), (8, 20, 23)])
 def test_a_loader_goes_on_after_the_samples_that_are_done(
-    caplog: pytest.LogCaptureFixture, size: int, length: int, position: int
+    heard: pytest.LogCaptureFixture, size: int, length: int, position: int
 ) -> None:
-    log.propagate = True
     first = Loader(range(37), global_batch_size=8)  # type: ignore[arg-type]
     for _ in range(5):
         next(first)
     second = Loader(range(length), global_batch_size=size)  # type: ignore[arg-type]
     second.load_state_dict(first.state_dict())
     assert second.done == position
-    assert ("global_batch_size" in caplog.text) == (size != 8)
+    assert ("global_batch_size" in heard.text) == (size != 8)
     rest = itertools.chain.from_iterable(next(second).tolist() for _ in range(6))
     if length == 37:  # no sample of the epoch under way is left out, none comes twice
         done = Loader(range(37), global_batch_size=40)  # type: ignore[arg-type]

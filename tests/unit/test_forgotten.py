@@ -269,10 +269,11 @@ def test_what_only_changes_itself_is_not_read(code: Path) -> None:
 BUFFER = """
 class Buffer:
     def __init__(self, size):
-        self.items, self.place, self.is_full, self.size = [0] * size, 0, False, size
+        self.items, self.place, self.is_full, self.size, self.rate = [0] * size, 0, False, size, 2
 
     def add(self, item):
-        self.items[self.place] = item
+        self.items[self.place % self.rate] = item
+        self.sums[item].mul_(self.rate)
         self.place += 1
         self.is_full |= self.place == self.size
 """
@@ -282,7 +283,7 @@ def test_attributes_that_methods_change_later_are_in_the_line_too(tmp_path: Path
     file = tmp_path / "buffer.py"
     file.write_text(BUFFER)
     fields = {"way": "attributes", "owner": "buffer", "file": str(file), "holder": "Buffer"}
-    ways = {f"buffer.{name}": about(name, **fields) for name in ("items", "place", "is_full", "size")}
+    ways = {f"buffer.{name}": about(name, **fields) for name in ("items", "place", "is_full", "size", "rate")}
 
     def places(attempt: int, *values: tuple[int, str]) -> list[Place]:
         fixed = {
