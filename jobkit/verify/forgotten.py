@@ -107,10 +107,8 @@ def _of_rank(
                 continue
             known.add(name)
             mine, theirs, is_scratch = one.seen[name], other.seen[name], _is_back(name, at, other.rank)
-            if (
-                number and mine.kind != "value"
-            ):  # it was equal again: a tensor is made anew, a best score is beaten again
-                continue
+            if number and mine.kind != "value":
+                continue  # it was equal again: a best score may be beaten again, a tensor is made anew
             if is_scratch and not about[name].holder and is_of_a_for(*_variable(about[name])):
                 continue
             is_scratch |= not mine.is_same and name not in places[0].seen  # it cannot be declared before the loop

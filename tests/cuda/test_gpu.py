@@ -16,6 +16,7 @@ from harness.runs import Launch, Project
 from harness.training import curve, result
 
 from jobkit.checkpoint.checkpointer import Checkpointer
+from jobkit.checkpoint.digests import weighted_sums
 from jobkit.checkpoint.live import Entry
 from jobkit.checkpoint.memory import Slot
 from jobkit.checkpoint.shard import parse_header
@@ -194,3 +195,12 @@ def test_a_checkpoint_is_read_into_tensors_of_the_device(tmp_path: Path) -> None
     reader = Checkpointer(tmp_path, RankGroup.alone(), Place(), attempt=2, keep=1)
     reader.restore([Entry(name="model", live=read)])
     assert all(torch.equal(a, b) for a, b in zip(saved.state_dict().values(), read.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.complex64])
+def test_a_digest_is_made_where_a_tensor_lies_and_of_the_same_bits(dtype: torch.dtype) -> None:
+    tensor = (torch.randn(3, 1001, generator=torch.Generator().manual_seed(0)) * 50).to(dtype)
+    here = weighted_sums(tensor)
+    there = weighted_sums(tensor.cuda())
+    assert there.device.type == "cuda"
+    assert torch.equal(here, there.cpu())
