@@ -43,7 +43,7 @@ def _ends(statement: ast.stmt) -> bool:
     return finishes or isinstance(statement, ast.Return)
 
 
-def _changed_by(statement: ast.stmt) -> set[str]:
+def _changed_by(statement: ast.stmt, *, with_variables: bool = True) -> set[str]:
     """Return the names that a statement assigns, or of which it calls a method for its effect alone."""
     targets: list[ast.AST] = []
     if isinstance(statement, ast.Assign):
@@ -52,23 +52,23 @@ def _changed_by(statement: ast.stmt) -> set[str]:
         targets = [statement.target]
     elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
         targets = [statement.value.func.value] if isinstance(statement.value.func, ast.Attribute) else []
-    return {name for target in targets for name in _spine(target)}
+    return {name for target in targets for name in _spine(target, with_variables)}
 
 
-def _spine(node: ast.AST) -> Iterator[str]:
+def _spine(node: ast.AST, with_variables: bool) -> Iterator[str]:
     """Yield the names of what is changed, as `self` and `ema` of `self.ema[name].mul_(rate)`: no index, no argument."""
     if isinstance(node, (ast.Tuple, ast.List)):
         for each in node.elts:
-            yield from _spine(each)
+            yield from _spine(each, with_variables)
     elif isinstance(node, ast.Name):
-        yield node.id
+        yield from [node.id] if with_variables else []
     elif isinstance(node, ast.Attribute):
         yield node.attr
-        yield from _spine(node.value)
+        yield from _spine(node.value, with_variables)
     elif isinstance(node, (ast.Subscript, ast.Starred)):
-        yield from _spine(node.value)
+        yield from _spine(node.value, with_variables)
     elif isinstance(node, ast.Call):
-        yield from _spine(node.func)
+        yield from _spine(node.func, with_variables)
 
 
 def is_of_a_for(file: Path, name: str, scope: str) -> bool:
@@ -86,7 +86,8 @@ def changed_by_methods(file: Path, name: str) -> frozenset[str]:
             continue
         for method in node.body:
             if isinstance(method, FUNCTIONS) and method.name != "__init__":
-                found |= set().union(*(_changed_by(each) for each in ast.walk(method) if isinstance(each, ast.stmt)))
+                statements = [each for each in ast.walk(method) if isinstance(each, ast.stmt)]
+                found |= {name for each in statements for name in _changed_by(each, with_variables=False)}
     return frozenset(found)
 
 

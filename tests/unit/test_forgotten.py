@@ -272,7 +272,8 @@ class Buffer:
         self.items, self.place, self.is_full, self.size, self.rate = [0] * size, 0, False, size, 2
 
     def add(self, item):
-        self.items[self.place % self.rate] = item
+        rate = self.rate
+        self.items[self.place % rate] = item
         self.sums[item].mul_(self.rate)
         self.place += 1
         self.is_full |= self.place == self.size
