@@ -226,6 +226,8 @@ class Copy:
         words = (str(self.folder / ".venv/bin/python"), "-m", "pytest", "-p", "no:cacheprovider", "-rfE", *words)
         # Bytecode is known by its second and size: a line that was broken within the same second would not count.
         environ = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "JOBKIT_TEST_PATIENCE": str(PATIENCE_SECONDS)}
+        # `python` in a `command:` of a test is the copy's, too.
+        environ["PATH"] = os.pathsep.join([str(self.folder / ".venv/bin"), environ.get("PATH", os.defpath)])
         options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         return subprocess.run([*limit, *words], cwd=self.folder, env=environ, **options)
 
