@@ -23,7 +23,6 @@ from typing import Any
 from jobkit.errors import InputError, nearest
 from jobkit.log import log
 from jobkit.run import overrides as overriding
-from jobkit.run.files import is_there
 from jobkit.run.interpolation import RUN_DIR, KeyPath, resolve
 from jobkit.run.overrides import keys_below, with_value
 from jobkit.run.schema import ALL, AUTO, DROPPED, PARALLEL_WORDS, SECTIONS, Config, seed_of
@@ -142,23 +141,6 @@ def read_resolved(path: Path) -> Config:
     values, places = read_yaml(path)
     with places.locating():
         return _config(resolve(values)[0], path)
-
-
-def with_kept_seed(loaded: Loaded, file: Path) -> Loaded:
-    """The config with the seed in `file`, a run's config.yaml, if that is there: a run keeps the seed it began with.
-
-    Its name says `seed: 0` for auto as well, and auto was 0 in runs from before `params.seed` counted.
-    """
-    if loaded.config.seed not in (AUTO, 0) or not seed_of(loaded.config.params) or not is_there(file):
-        return loaded
-    try:
-        kept = read_yaml(file)[0].get("seed", AUTO)
-    except InputError:  # damaged: it is about to be written anew
-        return loaded
-    if not isinstance(kept, int) or kept == loaded.config.random_seed:
-        return loaded
-    log.info("%s began with seed %s, and keeps it", file.parent.name, kept)
-    return dataclasses.replace(loaded, config=dataclasses.replace(loaded.config, seed=kept))
 
 
 def with_run_dir(value: Any, run_dir: Path) -> Any:

@@ -27,12 +27,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobkit.errors import InputError
+from jobkit.log import log
 from jobkit.run import records
 from jobkit.run.files import foreign_owner, is_there, read_fresh, user_name
 from jobkit.run.locks import Lock
 from jobkit.run.records import Contact, Drill, End, Interruption, Lease, Progress, Request, RequestKind, Start
 
 if TYPE_CHECKING:
+    from jobkit.run.load import Loaded
     from jobkit.run.schema import Config
     from jobkit.run.status import Status
 
@@ -179,6 +181,25 @@ class RunDir:
         from jobkit.run.load import read_resolved  # omegaconf, which lists of runs do not need
 
         return read_resolved(self.config_file)
+
+    def with_kept_seed(self, loaded: Loaded) -> Loaded:
+        """Return the config with the seed in config.yaml, if that is there: a run keeps the seed it began with.
+
+        Its name says `seed: 0` for auto as well, and auto was 0 in runs from before `params.seed` counted.
+        """
+        from jobkit.run.schema import AUTO, seed_of
+        from jobkit.run.yamlfile import read_yaml
+
+        if loaded.config.seed not in (AUTO, 0) or not seed_of(loaded.config.params) or not is_there(self.config_file):
+            return loaded
+        try:
+            kept = read_yaml(self.config_file)[0].get("seed", AUTO)
+        except InputError:  # damaged: it is about to be written anew
+            return loaded
+        if not isinstance(kept, int) or kept == loaded.config.random_seed:
+            return loaded
+        log.info("%s began with seed %s, and keeps it", self.name, kept)
+        return dataclasses.replace(loaded, config=dataclasses.replace(loaded.config, seed=kept))
 
     def lease(self) -> Lease | None:
         """Return the lease; None before the first attempt. Raises OSError: a disk that is away takes no lease away."""

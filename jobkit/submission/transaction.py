@@ -23,7 +23,6 @@ from jobkit.errors import InputError, SchedulerError, SchedulerTimeout
 from jobkit.run import snapshot, yamlfile
 from jobkit.run.files import user_name, write_atomic
 from jobkit.run.journal import Journal
-from jobkit.run.load import with_kept_seed
 from jobkit.run.locks import Lock
 from jobkit.run.records import Refused, Submitted, new_token
 from jobkit.run.rundir import RunDir
@@ -150,7 +149,7 @@ def _prepare(
 
 def keep_seed(plan: LaunchPlan) -> LaunchPlan:
     """Return the plan with the seed that the run has begun with, if it has."""
-    return dataclasses.replace(plan, loaded=with_kept_seed(plan.loaded, plan.run.config_file))
+    return dataclasses.replace(plan, loaded=plan.run.with_kept_seed(plan.loaded))
 
 
 def write_files(

@@ -25,7 +25,7 @@ from jobkit.log import log
 from jobkit.run import machine, records, secrets, yamlfile
 from jobkit.run.files import user_name, write_atomic
 from jobkit.run.journal import Journal
-from jobkit.run.load import Loaded, with_kept_seed
+from jobkit.run.load import Loaded
 from jobkit.run.locks import Lock
 from jobkit.run.records import End, Submitted, new_token
 from jobkit.run.rundir import RunDir
@@ -139,7 +139,7 @@ def _begin(launched: Launched, loaded: Loaded, launch: Launch) -> int | None:
         run.refuse_foreign()
         launched.alive = run.alive_lock().__enter__()
         launched.alive.leave_to_parent()
-        loaded = with_kept_seed(loaded, run.config_file)
+        loaded = run.with_kept_seed(loaded)
         launched.rank.config = loaded.config
         write_atomic(run.config_file, yamlfile.dump(loaded.written))
         journal = Journal(run)
