@@ -1,7 +1,7 @@
 """The errors that a user can cause, as data (key, found, allowed, hint), and the exit codes of all commands.
 
 raise InputError(key="resources.nodes", found=0, allowed="1 or more")
-    --run/load.py adds file and line, usage.py prints-->
+    --config/load.py adds file and line, usage.py prints-->
 error: toy.yaml:7: resources.nodes: found 0, expected 1 or more
 """
 

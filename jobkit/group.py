@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from jobkit.disk import is_full
 from jobkit.errors import DistributedError, JobkitError
-from jobkit.run.disk import is_full
 
 T = TypeVar("T")
 

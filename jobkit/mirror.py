@@ -25,13 +25,13 @@ from itertools import groupby
 from typing import Any
 
 from jobkit import start
+from jobkit.config.schema import MirrorConfig
+from jobkit.config.yamlfile import read_yaml
 from jobkit.run.files import as_plain, leaves, read_json
 from jobkit.run.journal import events, read_status
 from jobkit.run.locks import Lock
 from jobkit.run.rundir import RunDir
-from jobkit.run.schema import MirrorConfig
 from jobkit.run.secrets import masked
-from jobkit.run.yamlfile import read_yaml
 
 LOOK_SECONDS = 5.0
 """How often a process looks for a new checkpoint."""

@@ -15,7 +15,7 @@ ROOT = os.path.dirname(os.path.dirname(FILE))
 """The folder that this jobkit is imported from."""
 
 COPY = "JOBKIT_COPY_"
-"""Variables that begin so hold `NAME=VALUE` each, for a NAME that shells on the way drop (run/machine.py)."""
+"""Variables that begin so hold `NAME=VALUE` each, for a NAME that shells on the way drop (config/machine.py)."""
 
 
 def words(module: str, *arguments: str) -> list[str]:

@@ -1,6 +1,6 @@
 """python -m jobkit.submit EXP.yaml: load, plan, check, start once, follow. `jobkit submit` is the same program.
 
-    words -> Loaded (run/load.py) -> LaunchPlan (submission/plan.py) -> Outcome (submission/transaction.py) -> exit code
+    words --config/load.py--> Loaded --submission/plan.py--> LaunchPlan --submission/transaction.py--> exit code
 
 Nothing heavy is imported before it is needed: `--help` takes a tenth of a second, a submission little more than sbatch.
 """
@@ -18,9 +18,9 @@ from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, InputError, JobkitError
 from jobkit.usage import enter_folder, exit_code, program, show_examples, to_continue, to_type
 
 if TYPE_CHECKING:
-    from jobkit.run.load import Loaded, Source
+    from jobkit.config.load import Loaded, Source
+    from jobkit.config.points import Point
     from jobkit.run.rundir import RunDir
-    from jobkit.run.sweep import Point
     from jobkit.submission.fork import Fork
     from jobkit.submission.plan import LaunchPlan, Target
     from jobkit.submission.transaction import Outcome, Which
@@ -128,7 +128,7 @@ def manner_of(arguments: argparse.Namespace) -> Manner:
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the submission that the command line says; returns the exit code."""
-    from jobkit.run.load import read_source
+    from jobkit.config.load import read_source
     from jobkit.run.runs import runs_dir_of
     from jobkit.submission import chain
     from jobkit.submission.plan import target
@@ -138,7 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
     for note in source.notes:
         print(note, file=sys.stderr)
     if arguments.sweep or arguments.sweep_file or source.sweep is not None:
-        from jobkit.run.sweep import points
+        from jobkit.config.points import points
 
         if (wanted := points(source, arguments.sweep, arguments.sweep_file)) is not None:
             return _sweep(arguments, source, wanted, manner, fork)
@@ -173,8 +173,8 @@ def resume(run: RunDir, manner: Manner) -> int:
 
     The config that others could have written is refused before it is read.
     """
+    from jobkit.config.load import load
     from jobkit.run.journal import read_status
-    from jobkit.run.load import load
     from jobkit.submission import chain, checks
     from jobkit.submission.plan import target
 
@@ -207,7 +207,7 @@ def plan_of(loaded: Loaded, runs_dir: Path, place: Target, folder: Path | None =
 
 def _start(plan: LaunchPlan, code: Path | None, which: Which, manner: Manner, fork: Fork | None = None) -> int:
     """Start the run of a plan, and stay with it where that is wanted; returns the exit code."""
-    from jobkit.run.disk import may_return
+    from jobkit.disk import may_return
     from jobkit.submission import transaction
     from jobkit.submission.follow import follow, follow_local
     from jobkit.submission.signals import Signals
@@ -311,7 +311,8 @@ def _sweep(
 
 
 def _dry_run(plan: LaunchPlan, fork: Fork | None) -> int:
-    from jobkit.run import secrets, yamlfile
+    from jobkit.config import yamlfile
+    from jobkit.run import secrets
     from jobkit.submission import sbatch
 
     print(f"{yamlfile.dump(secrets.masked(plan.loaded.written))}---\n{plan.describe()}")

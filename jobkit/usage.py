@@ -94,8 +94,8 @@ class Parser(argparse.ArgumentParser):
         near = get_close_matches(f"--{name}", self._option_string_actions, n=1, cutoff=0.8)
         if near or all(action.metavar != "key=value" for action in self._actions):
             return f"did you mean {near[0]!r}?" if near else ""
-        from jobkit.run.overrides import key_meant
-        from jobkit.run.yamlfile import read_yaml
+        from jobkit.config.overrides import key_meant
+        from jobkit.config.yamlfile import read_yaml
 
         key = name = name.replace("-", "_")
         if "." not in name:
@@ -132,7 +132,7 @@ def exit_code(command: Callable[[], int], interrupted: int = EXIT_INTERRUPTED) -
     except BrokenPipeError:
         return EXIT_READER_GONE
     except OSError as error:
-        from jobkit.run.disk import explained
+        from jobkit.disk import explained
 
         print(f"error: {explained(error)}", file=sys.stderr)  # raises an error that is not a disk's: that is a bug
         return EXIT_BAD_INPUT

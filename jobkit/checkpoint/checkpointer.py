@@ -30,10 +30,10 @@ from jobkit.checkpoint.shard import ShardInfo, write_shard
 from jobkit.checkpoint.sources import Source
 from jobkit.checkpoint.staging import Place, Staged, Stager
 from jobkit.checkpoint.store import Manifest, Store
+from jobkit.disk import is_full
 from jobkit.errors import CheckpointError, JobkitError
 from jobkit.group import RankError, RankGroup
 from jobkit.log import log
-from jobkit.run.disk import is_full
 
 BEAT_SECONDS = 1.0
 """Between two signs of life while the loop waits for the disk."""

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from jobkit.checkpoint.live import plain_module
+from jobkit.disk import is_full
 from jobkit.errors import InputError
 from jobkit.group import RankGroup
-from jobkit.run.disk import is_full
 from jobkit.run.files import as_plain, json_text, sync_file, sync_folder, write_atomic
 from jobkit.run.journal import read_status
 from jobkit.run.rundir import RunDir

@@ -20,9 +20,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from jobkit.cli.arguments import add_runs, chosen, confirmed, way_out, worst
+from jobkit.disk import Looks
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, NoSuchRun
 from jobkit.log import log
-from jobkit.run.disk import Looks
 from jobkit.run.files import user_name
 from jobkit.run.journal import Journal, known_status
 from jobkit.run.records import Cancelled

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the differences between two runs."""
-    from jobkit.run.yamlfile import read_yaml  # --help needs no yaml
+    from jobkit.config.yamlfile import read_yaml  # --help needs no yaml
 
     runs = [_only(word, runs_dir_of(arguments.runs_dir)) for word in (arguments.first, arguments.second)]
     pairs = differences(*(dict(leaves(read_yaml(run.config_file)[0])) for run in runs))

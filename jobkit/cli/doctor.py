@@ -26,8 +26,8 @@ from jobkit.run.runs import runs_dir_of
 from jobkit.usage import show_examples
 
 if TYPE_CHECKING:
+    from jobkit.config.schema import Config, ContainerConfig
     from jobkit.run.locks import Lock
-    from jobkit.run.schema import Config, ContainerConfig
     from jobkit.slurm.nodes import Partition
     from jobkit.submission.options import Options
 
@@ -142,7 +142,7 @@ def _is_seen(lock: Lock) -> bool:
 
 def _machine() -> Iterator[Check]:
     from jobkit.addresses import own_addresses
-    from jobkit.run.machine import visible_devices
+    from jobkit.config.machine import visible_devices
     from jobkit.supervisor.devices import HealthWatch
 
     kind, devices = visible_devices("auto")
@@ -179,8 +179,8 @@ def _container(container: ContainerConfig, runs_dir: Path) -> Iterator[Check]:
 
 def _config(experiment: Path | None) -> Config:
     """The config of a YAML, or one with the clusters of the user's own file alone."""
-    from jobkit.run.load import load, read_user_file
-    from jobkit.run.schema import Config
+    from jobkit.config.load import load, read_user_file
+    from jobkit.config.schema import Config
 
     return Config(name="doctor", **read_user_file()[0]) if experiment is None else load(experiment).config
 
@@ -247,9 +247,9 @@ def _held_job(options: list[str]) -> Iterator[Check]:
 
 def _network(config: Config, runs_dir: Path, cluster: str | None, nodes: int) -> Iterator[Check]:
     """Submit the probe as a run, wait for it, and print the time of each size."""
+    from jobkit.config.yamlfile import dump
     from jobkit.run.journal import read_status
     from jobkit.run.rundir import RunDir
-    from jobkit.run.yamlfile import dump
 
     folder = runs_dir / ".doctor"
     folder.mkdir(parents=True, exist_ok=True)

@@ -22,9 +22,9 @@ from typing import Any
 
 from jobkit.cli.arguments import absent
 from jobkit.cli.rows import FACTS, Row, check_keys, ordered, parse, read_rows
+from jobkit.disk import Looks
 from jobkit.duration import format_seconds
 from jobkit.errors import EXIT_FINISHED
-from jobkit.run.disk import Looks
 from jobkit.run.files import json_text
 from jobkit.run.runs import WORDS, find, runs_dir_of, runs_in
 from jobkit.usage import program, show_examples

@@ -7,8 +7,8 @@ import time
 
 from jobkit.cli.arguments import add_runs, confirmed, each
 from jobkit.cli.cancel import LOOK_SECONDS, PATIENCE_SECONDS
+from jobkit.disk import Looks
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, JobkitError
-from jobkit.run.disk import Looks
 from jobkit.run.journal import known_status
 from jobkit.run.rundir import RunDir
 from jobkit.run.view import LOST, view

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jobkit.config.identity import run_name
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, InputError
 from jobkit.run.files import leaves
-from jobkit.run.identity import run_name
 from jobkit.run.journal import read_status
 from jobkit.run.locks import Lock
 from jobkit.run.rundir import RunDir
@@ -23,7 +23,7 @@ from jobkit.run.runs import find, runs_dir_of, verified_file
 from jobkit.usage import enter_folder, show_examples
 
 if TYPE_CHECKING:
-    from jobkit.run.load import Loaded
+    from jobkit.config.load import Loaded
 
 MIN_STEPS = 6
 """With fewer there is no place for an interruption."""
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Verify, and print the report."""
-    from jobkit.run.load import load
+    from jobkit.config.load import load
     from jobkit.submission import checks
     from jobkit.submission.plan import make_plan, target
     from jobkit.verify import runs
@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def shortened(file: Path, overrides: Sequence[str]) -> Loaded:
     """Return the config with `verify.params` over `params`, wherever the YAML refers to them; typed ones come last."""
-    from jobkit.run.load import load
+    from jobkit.config.load import load
 
     loaded = load(file, overrides)
     changed = [f"{key}={json.dumps(value)}" for key, value in leaves(loaded.config.verify.params, "params.")]

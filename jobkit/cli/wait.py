@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from jobkit.cli.arguments import absent, add_runs, chosen, worst
+from jobkit.disk import Looks
 from jobkit.duration import parse_seconds
 from jobkit.errors import NoSuchRun
 from jobkit.log import log
-from jobkit.run.disk import Looks
 from jobkit.run.journal import known_status
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import absent_runs, runs_dir_of, sweep_file, sweep_lock

@@ -21,15 +21,15 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 import jobkit
+from jobkit.config.schema import Config
+from jobkit.config.yamlfile import read_yaml
 from jobkit.report import charts
 from jobkit.report.logged import read_logged
 from jobkit.run.accounting import accounts, goodput
 from jobkit.run.files import leaves
-from jobkit.run.schema import Config
 from jobkit.run.secrets import masked
 from jobkit.run.status import Attempt
 from jobkit.run.view import View
-from jobkit.run.yamlfile import read_yaml
 
 IMAGE_BYTES, IMAGES_BYTES = 1 << 20, 8 << 20
 """The most that an image, and all of them together, may add to the page."""

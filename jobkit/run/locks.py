@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from jobkit.disk import AWAY
 from jobkit.errors import JobkitError
 from jobkit.log import log
-from jobkit.run.disk import AWAY
 
 SILENT_SECONDS = 2.0
 """After so long a message names the lock."""

@@ -34,8 +34,8 @@ from jobkit.run.locks import Lock
 from jobkit.run.records import Contact, Drill, End, Interruption, Lease, Progress, Request, RequestKind, Start
 
 if TYPE_CHECKING:
-    from jobkit.run.load import Loaded
-    from jobkit.run.schema import Config
+    from jobkit.config.load import Loaded
+    from jobkit.config.schema import Config
     from jobkit.run.status import Status
 
 CHECKPOINT = re.compile(r"step_(\d{8,})")
@@ -178,7 +178,7 @@ class RunDir:
 
     def config(self) -> Config:
         """Return the run's config, with the environment's values. Raises InputError where a variable is not set."""
-        from jobkit.run.load import read_resolved  # omegaconf, which lists of runs do not need
+        from jobkit.config.load import read_resolved  # omegaconf, which lists of runs do not need
 
         return read_resolved(self.config_file)
 
@@ -187,8 +187,8 @@ class RunDir:
 
         Its name says `seed: 0` for auto as well, and auto was 0 in runs from before `params.seed` counted.
         """
-        from jobkit.run.schema import AUTO, seed_of
-        from jobkit.run.yamlfile import read_yaml
+        from jobkit.config.schema import AUTO, seed_of
+        from jobkit.config.yamlfile import read_yaml
 
         if loaded.config.seed not in (AUTO, 0) or not seed_of(loaded.config.params) or not is_there(self.config_file):
             return loaded

@@ -11,9 +11,9 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+from jobkit.config.load import Loaded
 from jobkit.errors import InputError, NoSuchRun
 from jobkit.run.chain import predecessors, waits_on
-from jobkit.run.load import Loaded
 from jobkit.run.runs import absent_runs, find
 from jobkit.run.view import View, views
 from jobkit.slurm import jobs

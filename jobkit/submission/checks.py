@@ -14,15 +14,15 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from jobkit import start
+from jobkit import disk, start
+from jobkit.config import layout
+from jobkit.config.machine import idle_devices
+from jobkit.config.schema import ContainerConfig
 from jobkit.errors import InputError, SchedulerError, SchedulerTimeout
 from jobkit.mirror import services
-from jobkit.run import disk, layout
 from jobkit.run.files import foreign_owner
-from jobkit.run.machine import idle_devices
 from jobkit.run.older import HINT
 from jobkit.run.rundir import RunDir
-from jobkit.run.schema import ContainerConfig
 from jobkit.run.snapshot import is_excluded
 from jobkit.run.status import Status
 from jobkit.slurm import commands

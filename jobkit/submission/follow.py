@@ -12,10 +12,10 @@ import subprocess
 import sys
 import time
 
+from jobkit.disk import Looks
 from jobkit.display import Display
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE
 from jobkit.run.chain import waits_for
-from jobkit.run.disk import Looks
 from jobkit.run.journal import known_status, read_status
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Attempt, Status, next_try

@@ -19,18 +19,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jobkit.config.identity import run_name
+from jobkit.config.yamlfile import read_yaml
 from jobkit.errors import InputError, NoSuchRun
 from jobkit.run import records
 from jobkit.run.chain import predecessors
 from jobkit.run.files import foreign_owner, read_json, sync_file, sync_folder
-from jobkit.run.identity import run_name
 from jobkit.run.journal import read_status
 from jobkit.run.older import HINT
 from jobkit.run.records import Start
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import find, identity_of, runs_in, versions
 from jobkit.run.secrets import masked
-from jobkit.run.yamlfile import read_yaml
 from jobkit.submission.plan import LaunchPlan
 from jobkit.usage import program
 

@@ -15,8 +15,8 @@ from typing import Any
 from submitit.core.utils import DelayedSubmission
 from submitit.local import local as submitit_local
 
+from jobkit.config.machine import clean_environment
 from jobkit.run.files import FOR_OWNER, write_atomic
-from jobkit.run.machine import clean_environment
 from jobkit.submission.plan import LaunchPlan
 from jobkit.submission.sbatch import JOB_SCRIPT, definitions
 from jobkit.worker.main import Worker

@@ -17,12 +17,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from jobkit.config.machine import visible_devices
+from jobkit.disk import Looks
 from jobkit.display import Display
 from jobkit.errors import EXIT_FAILED, EXIT_RESUMABLE, JobkitError, worst
 from jobkit.run import snapshot
-from jobkit.run.disk import Looks
 from jobkit.run.journal import read_status
-from jobkit.run.machine import visible_devices
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import sweep_cancel_file, sweep_lock
 from jobkit.run.view import LOST, View

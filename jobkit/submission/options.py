@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from jobkit.config.schema import Resources
 from jobkit.errors import InputError, nearest
-from jobkit.run.schema import Resources
 
 _OTHER = """
 acctg_freq batch bb bbf begin cluster_constraint consolidate_segments container container_id contiguous core_spec

@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from jobkit.config.identity import run_name
+from jobkit.config.load import Loaded
+from jobkit.config.machine import with_counts
+from jobkit.config.schema import ALL, AUTO, Config, ContainerConfig, Resources
+from jobkit.config.strict import build
 from jobkit.duration import format_seconds
 from jobkit.errors import InputError, SchedulerError, nearest
 from jobkit.log import log
-from jobkit.run.identity import run_name
-from jobkit.run.load import Loaded
-from jobkit.run.machine import with_counts
 from jobkit.run.rundir import RunDir
-from jobkit.run.schema import ALL, AUTO, Config, ContainerConfig, Resources
-from jobkit.run.strict import build
 from jobkit.slurm import commands, nodes
 from jobkit.slurm.nodes import Partition
 from jobkit.submission.options import Options, split

@@ -20,10 +20,10 @@ from submitit.core.utils import DelayedSubmission
 from submitit.slurm import slurm as submitit_slurm
 
 from jobkit import start
+from jobkit.config.machine import clean_environment
 from jobkit.errors import SchedulerError, SchedulerTimeout
 from jobkit.log import log
 from jobkit.run.files import FOR_OWNER, write_atomic
-from jobkit.run.machine import clean_environment
 from jobkit.run.rundir import RunDir
 from jobkit.slurm import commands, jobs
 from jobkit.submission.plan import LaunchPlan

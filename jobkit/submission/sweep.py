@@ -4,7 +4,7 @@
         Slurm: chunks of equal options --locks of all runs, files, `submitted(token, task)`--> sbatch --array
         here:  submission/local_sweep.py
 
-submit.py calls this with the points of run/sweep.py. A run of a sweep is a run like any other: it has its own
+submit.py calls this with the points of config/points.py. A run of a sweep is a run like any other: it has its own
 directory, journal and batch script. The runs of one array share a token, and (token, task) names the job of a run. If
 the submission is killed, Slurm knows the token in the journals or does not; the same command asks, and goes on.
 """
@@ -21,17 +21,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jobkit.config.identity import run_name
+from jobkit.config.load import Loaded
+from jobkit.config.points import sweep_name
 from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, InputError, SchedulerError, SchedulerTimeout
 from jobkit.log import log
 from jobkit.run import snapshot
 from jobkit.run.files import write_atomic
-from jobkit.run.identity import run_name
 from jobkit.run.journal import Journal, read_status
-from jobkit.run.load import Loaded
 from jobkit.run.records import new_token
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import SWEEP, identity_of, newest
-from jobkit.run.sweep import sweep_name
 from jobkit.run.view import UNDER_WAY, View, look, views
 from jobkit.slurm import commands
 from jobkit.submission import chain, checks, transaction

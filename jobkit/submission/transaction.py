@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from jobkit.config import yamlfile
 from jobkit.errors import InputError, SchedulerError, SchedulerTimeout
-from jobkit.run import snapshot, yamlfile
+from jobkit.run import snapshot
 from jobkit.run.files import user_name, write_atomic
 from jobkit.run.journal import Journal
 from jobkit.run.locks import Lock

@@ -16,9 +16,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jobkit.run.machine import past_shells
+from jobkit.config.machine import past_shells
+from jobkit.config.schema import ContainerConfig
 from jobkit.run.rundir import RunDir
-from jobkit.run.schema import ContainerConfig
 from jobkit.supervisor import container
 from jobkit.supervisor.diagnosis import FailedSetup, last_words
 from jobkit.supervisor.placement import Placement

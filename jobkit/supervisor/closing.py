@@ -12,9 +12,9 @@ import contextlib
 import time
 from dataclasses import asdict, replace
 
+from jobkit.disk import is_full, may_return, write_probe
 from jobkit.errors import SchedulerError
 from jobkit.log import log
-from jobkit.run.disk import is_full, may_return, write_probe
 from jobkit.run.records import Cancelled, Cause, Ended, Finished, Lease, Request, Requeued
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Attempt, Status, fold

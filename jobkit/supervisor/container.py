@@ -16,10 +16,10 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 from jobkit import start
+from jobkit.config.schema import ContainerConfig
 from jobkit.errors import InputError
 from jobkit.run.files import foreign_owner, write_atomic
 from jobkit.run.locks import make_folder
-from jobkit.run.schema import ContainerConfig
 
 EXIT_UNFIT = 78  # EX_CONFIG of sysexits.h
 """Exit code of an agent that cannot start, as in a container without torch: another try would end the same way."""

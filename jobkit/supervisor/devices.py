@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from jobkit import start
+from jobkit.config.machine import KINDS, visible_devices
+from jobkit.config.schema import Config
 from jobkit.errors import InputError
 from jobkit.log import log
 from jobkit.run.files import foreign_owner, read_json
 from jobkit.run.locks import Lock
-from jobkit.run.machine import KINDS, visible_devices
 from jobkit.run.rundir import RunDir
-from jobkit.run.schema import Config
 from jobkit.supervisor.protocol import RankPlace
 
 LOOK_SECONDS = 0.5

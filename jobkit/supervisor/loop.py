@@ -16,9 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from jobkit.disk import FULL_DISK_SECONDS, may_return
 from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE
 from jobkit.log import log
-from jobkit.run.disk import FULL_DISK_SECONDS, may_return
 from jobkit.run.records import Began, Cause, Request
 from jobkit.supervisor import attempt as attempts
 from jobkit.supervisor import notify

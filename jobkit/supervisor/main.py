@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from jobkit.config.machine import raise_open_files
+from jobkit.disk import may_return
 from jobkit.errors import EXIT_FAILED, LostLease
 from jobkit.log import configure, log
-from jobkit.run.disk import may_return
 from jobkit.run.journal import read_status
-from jobkit.run.machine import raise_open_files
 from jobkit.run.rundir import RunDir
 from jobkit.run.secrets import masked_word
 from jobkit.supervisor import chain, notify

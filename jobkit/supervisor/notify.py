@@ -19,11 +19,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
+from jobkit.config.machine import clean_environment
 from jobkit.duration import format_seconds
 from jobkit.log import log
 from jobkit.run.files import FOR_OWNER, foreign_owner, is_there, json_text, write_atomic
 from jobkit.run.journal import read_status
-from jobkit.run.machine import clean_environment
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Status
 from jobkit.slurm.commands import without_options

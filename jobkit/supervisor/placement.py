@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from jobkit.config.layout import factor
+from jobkit.config.schema import Config
 from jobkit.errors import InputError
-from jobkit.run.layout import factor
-from jobkit.run.schema import Config
 
 
 def nodes_to_use(config: Config, usable: int) -> int:

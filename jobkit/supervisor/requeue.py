@@ -14,12 +14,12 @@ import dataclasses
 import time
 from collections.abc import Collection, Sequence
 
+from jobkit.config.machine import clean_environment
+from jobkit.config.schema import Config
 from jobkit.errors import SchedulerError
 from jobkit.log import log
 from jobkit.run.journal import Journal
-from jobkit.run.machine import clean_environment
 from jobkit.run.records import Cancelled, Refused, new_token
-from jobkit.run.schema import Config
 from jobkit.slurm import commands, jobs, nodes
 from jobkit.slurm.jobs import Job
 from jobkit.supervisor.closing import cancel_of

@@ -20,9 +20,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from jobkit.config.schema import UNLIMITED, RetryConfig
 from jobkit.duration import format_seconds
 from jobkit.run.records import Cause, Ended, Next
-from jobkit.run.schema import UNLIMITED, RetryConfig
 from jobkit.run.status import Attempt
 from jobkit.supervisor.evidence import AVOID_SECONDS, avoided, follows_rank, is_of_one_node, known, stayed
 from jobkit.supervisor.tries import DEATHS, STAYS, Tries, end_of

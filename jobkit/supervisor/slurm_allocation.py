@@ -15,12 +15,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jobkit.config.machine import past_shells
+from jobkit.config.schema import Config
 from jobkit.errors import EXIT_FAILED, SchedulerError, SchedulerMissing
 from jobkit.log import log
 from jobkit.run.files import is_there
-from jobkit.run.machine import past_shells
 from jobkit.run.rundir import RunDir
-from jobkit.run.schema import Config
 from jobkit.slurm import commands, jobs, nodes
 from jobkit.supervisor import container, requeue
 from jobkit.supervisor.allocation import KILLED_SECONDS, MOST_TRIES, Allocation, LaunchFailure, Look, margin_of

@@ -8,12 +8,12 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from jobkit.config.schema import Config
 from jobkit.errors import EXIT_RESUMABLE, JobkitError, LostLease, SchedulerError
 from jobkit.run import records
 from jobkit.run.journal import Journal
 from jobkit.run.records import Lease
 from jobkit.run.rundir import RunDir
-from jobkit.run.schema import Config
 from jobkit.run.status import Attempt
 from jobkit.supervisor.retry import Decision
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from jobkit.run.schema import CommConfig
+from jobkit.config.schema import CommConfig
 
 MEMORY = ("error_dict", "p_memory_dict", "q_memory_dict", "iter")
 """The state of PowerSGD: each rank's parts of gradients that it has not sent yet."""

@@ -28,11 +28,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from jobkit.checkpoint.live import plain_module
+from jobkit.config import layout
+from jobkit.config.layout import SHARDED
+from jobkit.config.schema import AUTO, Config
 from jobkit.errors import UsageError
 from jobkit.group import RankGroup
-from jobkit.run import layout
-from jobkit.run.layout import SHARDED
-from jobkit.run.schema import AUTO, Config
 from jobkit.train.devices import AUTOCAST, group_backend
 from jobkit.train.gradient_order import GradientOrder, members_of
 from jobkit.train.gradients import gradient_norm

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from jobkit.config.schema import Config
 from jobkit.errors import UsageError
-from jobkit.run.schema import Config
 from jobkit.train.accumulation import Loss, backward
 from jobkit.train.batch import batch_size
 from jobkit.train.devices import AUTOCAST

@@ -15,16 +15,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from jobkit.config.load import Loaded
+from jobkit.config.schema import MirrorConfig
+from jobkit.disk import Looks
 from jobkit.display import Display
 from jobkit.errors import JobkitError
 from jobkit.run import records
-from jobkit.run.disk import Looks
 from jobkit.run.files import write_json
 from jobkit.run.journal import read_status
-from jobkit.run.load import Loaded
 from jobkit.run.records import Drill, Interruption
 from jobkit.run.rundir import FRAMEWORK, RunDir
-from jobkit.run.schema import MirrorConfig
 from jobkit.run.view import view
 from jobkit.slurm import jobs
 from jobkit.submission import transaction

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from jobkit.config.identity import run_name
+from jobkit.config.load import load
 from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE
 from jobkit.log import configure
-from jobkit.run.identity import run_name
-from jobkit.run.load import load
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import runs_dir_of
 from jobkit.usage import Parser, exit_code

@@ -21,9 +21,9 @@ from dataclasses import replace
 from typing import NoReturn
 
 from jobkit import mirror
+from jobkit.config.schema import Config
 from jobkit.log import configure, log
 from jobkit.run.rundir import RunDir
-from jobkit.run.schema import Config
 from jobkit.run.slots import Kept, Page
 from jobkit.slurm.jobs import restart_count
 from jobkit.supervisor import devices

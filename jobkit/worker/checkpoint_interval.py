@@ -13,9 +13,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from jobkit.config.schema import AUTO
 from jobkit.duration import parse_seconds
 from jobkit.run.records import Ended
-from jobkit.run.schema import AUTO
 
 FIRST_SECONDS = 30.0
 """Until the first checkpoint, whose cost is then known."""

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from jobkit.checkpoint.checkpointer import Checkpointer, Pending
+from jobkit.config.schema import AUTO
+from jobkit.disk import FULL_DISK_SECONDS, is_full
 from jobkit.errors import NoRoom, OutsideError
 from jobkit.group import RankError
 from jobkit.log import log
-from jobkit.run.disk import FULL_DISK_SECONDS, is_full
 from jobkit.run.journal import read_status
-from jobkit.run.schema import AUTO
 from jobkit.run.slots import Phase
 from jobkit.worker.checkpoint_interval import (
     MAX_OVERHEAD,

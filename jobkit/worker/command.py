@@ -39,7 +39,7 @@ POLL_SECONDS = 0.1
 
 def become_command(rank: Rank) -> NoReturn:
     """Replace this process by the program of the run's `command:`. Raises InputError if there is no such program."""
-    from jobkit.run.load import with_run_dir
+    from jobkit.config.load import with_run_dir
 
     code, source = rank.run.code.resolve(), Path.cwd()
     words: list[str] = with_run_dir(rank.config.command, rank.run.path)
@@ -67,7 +67,7 @@ def run_command(begun: Launched) -> int:
 
     Its process group needs a port of its own: this process and its launcher listen at MASTER_PORT.
     """
-    from jobkit.run.load import with_run_dir
+    from jobkit.config.load import with_run_dir
 
     rank, ranks = begun.rank, begun.joined.ranks
     reserved = Reservation() if ranks.is_main else None

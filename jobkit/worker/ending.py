@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from jobkit.disk import is_full, write_probe
 from jobkit.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
@@ -30,7 +31,6 @@ from jobkit.errors import (
 )
 from jobkit.log import log
 from jobkit.run import records
-from jobkit.run.disk import is_full, write_probe
 from jobkit.run.files import as_plain, is_there
 from jobkit.run.records import End
 from jobkit.run.slots import Phase

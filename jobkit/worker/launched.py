@@ -19,17 +19,18 @@ from pathlib import Path
 
 from jobkit.addresses import own_addresses
 from jobkit.checkpoint.disks import disks_of
+from jobkit.config import machine, yamlfile
+from jobkit.config.load import Loaded
+from jobkit.config.schema import Config, Resources
 from jobkit.errors import InputError
 from jobkit.group import RankGroup
 from jobkit.log import log
-from jobkit.run import machine, records, secrets, yamlfile
+from jobkit.run import records, secrets
 from jobkit.run.files import user_name, write_atomic
 from jobkit.run.journal import Journal
-from jobkit.run.load import Loaded
 from jobkit.run.locks import Lock
 from jobkit.run.records import End, Submitted, new_token
 from jobkit.run.rundir import RunDir
-from jobkit.run.schema import Config, Resources
 from jobkit.run.slots import VARIABLE, Page
 from jobkit.run.view import UNDER_WAY, view
 from jobkit.supervisor import attempt

@@ -23,8 +23,8 @@ class Worker:
 
     def __call__(self) -> NoReturn:
         # Imported in the rank: the submission pickles this class and must be quick.
+        from jobkit.config.machine import raise_open_files
         from jobkit.log import configure, log
-        from jobkit.run.machine import raise_open_files
         from jobkit.run.rundir import RunDir
         from jobkit.worker.task import run_rank
 

@@ -15,13 +15,13 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from jobkit.config.schema import Config
 from jobkit.log import log
 from jobkit.run.rundir import RunDir
-from jobkit.run.schema import Config
 from jobkit.worker import snapshot_path
 from jobkit.worker.task import PLAIN_RANKS
 
-MODULES = ("submitit.core.submission", "jobkit.worker.main", "jobkit.worker.task", "jobkit.run.load")
+MODULES = ("submitit.core.submission", "jobkit.worker.main", "jobkit.worker.task", "jobkit.config.load")
 """The modules that each rank imports before the user's code."""
 
 MODULES_OF_TASKS = ("jobkit.worker.context", "jobkit.worker.join", "torch._dynamo")

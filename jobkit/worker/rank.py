@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from jobkit.config.schema import Config
 from jobkit.errors import LostLease
 from jobkit.run import records
 from jobkit.run.records import Progress
 from jobkit.run.rundir import RunDir
-from jobkit.run.schema import Config
 from jobkit.run.slots import Page, Phase
 
 
@@ -68,7 +68,7 @@ class Rank:
     @cached_property
     def params(self) -> dict[str, Any]:
         """The YAML's `params`, with the run directory in the place of `${run_dir}`."""
-        from jobkit.run.load import with_run_dir
+        from jobkit.config.load import with_run_dir
 
         params: dict[str, Any] = with_run_dir(self.config.params, self.run.path)
         return params

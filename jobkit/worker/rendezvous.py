@@ -11,9 +11,9 @@ import random
 import socket
 from collections.abc import Mapping
 
+from jobkit.config.schema import Resources
 from jobkit.errors import DistributedError
 from jobkit.run.rundir import RunDir
-from jobkit.run.schema import Resources
 from jobkit.supervisor.protocol import RankPlace, Start
 
 PORTS = range(20000, 32768)

@@ -25,6 +25,12 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from jobkit.config.identity import run_name
+from jobkit.config.interpolation import NoValue, resolve
+from jobkit.config.load import Loaded, load
+from jobkit.config.schema import AUTO, Config
+from jobkit.config.strict import build
+from jobkit.config.yamlfile import COMMAND_LINE, Places
 from jobkit.errors import (
     EXIT_BAD_INPUT,
     EXIT_FAILED,
@@ -36,14 +42,8 @@ from jobkit.errors import (
     Stopped,
 )
 from jobkit.log import configure, log
-from jobkit.run.identity import run_name
-from jobkit.run.interpolation import NoValue, resolve
-from jobkit.run.load import Loaded, load
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import runs_dir_of
-from jobkit.run.schema import AUTO, Config
-from jobkit.run.strict import build
-from jobkit.run.yamlfile import COMMAND_LINE, Places
 from jobkit.worker import launched
 from jobkit.worker.calls import fitting
 from jobkit.worker.context import Context

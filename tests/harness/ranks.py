@@ -20,11 +20,11 @@ import torch
 import torch._dynamo  # here, so that forked ranks have it: their first optimizer imports it
 import torch.distributed as dist
 
+from jobkit.config.schema import Config
 from jobkit.group import RankGroup
 from jobkit.run import records
 from jobkit.run.records import Lease
 from jobkit.run.rundir import RunDir
-from jobkit.run.schema import Config
 from jobkit.run.slots import Page
 from jobkit.worker.context import Context
 from jobkit.worker.join import Joined

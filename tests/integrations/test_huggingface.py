@@ -21,12 +21,12 @@ from harness.training_task import digest
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
+from jobkit.config.schema import CheckpointConfig, Config
 from jobkit.errors import Stopped, UsageError
 from jobkit.group import RankGroup
 from jobkit.huggingface import JobkitCallback
 from jobkit.run import records
 from jobkit.run.records import Drill, Interruption
-from jobkit.run.schema import CheckpointConfig, Config
 from jobkit.verify.compare import course_of, first_difference, read_trace, seen
 from jobkit.verify.plan import interruptions
 from jobkit.worker.context import Context

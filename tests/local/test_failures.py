@@ -190,7 +190,7 @@ def disk(project: Project) -> Iterator[SmallDisk]:
 
 
 def test_a_job_whose_disk_takes_no_line_ends_at_once_and_says_so(project: Project, disk: SmallDisk) -> None:
-    project.begin_with("jobkit.supervisor.main", "from jobkit.run import disk\ndisk.FULL_DISK_SECONDS = 2.0\n")
+    project.begin_with("jobkit.supervisor.main", "from jobkit import disk\ndisk.FULL_DISK_SECONDS = 2.0\n")
     words = ("--local", "--detach", "--notify", 'echo "$JOBKIT_STATE" >>told')
     launch = project.submit(*words, steps=100_000).wait_for_step(20)
     disk.fill()

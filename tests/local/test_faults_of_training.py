@@ -308,7 +308,7 @@ def test_a_job_gives_up_a_state_that_the_disk_does_not_take(tmp_path: Path) -> N
     project = Project(tmp_path / "project", yaml=YAML.format(task="big", ranks=3) + FULL, plain=False)
     write(project)
     for module in ("jobkit.supervisor.main", "jobkit.worker.agent"):
-        project.begin_with(module, "from jobkit.run import disk\ndisk.FULL_DISK_SECONDS = 2.0\n")
+        project.begin_with(module, "from jobkit import disk\ndisk.FULL_DISK_SECONDS = 2.0\n")
     with SmallDisk(tmp_path / "disk", megabytes=9) as disk:
         words = ("--local", "--detach", "--runs-dir", str(tmp_path / "disk/runs"), "params.steps=100000")
         launch = project.submit(*words, "--notify", "echo $JOBKIT_STATE >>told")

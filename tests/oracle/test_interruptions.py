@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from jobkit.config.schema import CheckpointConfig
 from jobkit.errors import Stopped
 from jobkit.group import RankGroup
-from jobkit.run.schema import CheckpointConfig
 from jobkit.worker.context import Context
 
 STEPS, SIZE = 9, 12

@@ -16,8 +16,8 @@ from oracle import plain, under_ctx
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from jobkit.config.schema import CheckpointConfig
 from jobkit.group import RankGroup
-from jobkit.run.schema import CheckpointConfig
 from jobkit.train.seeds import derive_seed
 
 N = 297

@@ -13,8 +13,8 @@ from harness.ranks import run_ranks
 from oracle import plain, under_ctx
 from oracle.under_ctx import difference, differences
 
+from jobkit.config.schema import CheckpointConfig
 from jobkit.group import RankGroup
-from jobkit.run.schema import CheckpointConfig
 
 LONG = 13
 """PowerSGD sends whole gradients in its first ten steps."""

@@ -13,8 +13,8 @@ from oracle import plain
 from safetensors.torch import load_file
 from torch import nn
 
+from jobkit.config.schema import CheckpointConfig, CommConfig, Config, ParallelConfig
 from jobkit.group import RankGroup
-from jobkit.run.schema import CheckpointConfig, CommConfig, Config, ParallelConfig
 
 OFF = CheckpointConfig(every="off", memory="off")
 

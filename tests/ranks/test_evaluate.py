@@ -14,9 +14,9 @@ from harness.ranks import make_context, run_ranks
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
+from jobkit.config.schema import Config
 from jobkit.errors import Stopped
 from jobkit.group import RankGroup
-from jobkit.run.schema import Config
 from jobkit.train.optim import EmaAdamW
 from jobkit.train.seeds import generator_state
 from jobkit.train.spread import independent_forwards

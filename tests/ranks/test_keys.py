@@ -14,9 +14,9 @@ from harness.ranks import make_context, run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
+from jobkit.config.schema import CheckpointConfig, CommConfig, Config, ParallelConfig
 from jobkit.errors import DistributedError, UsageError
 from jobkit.group import RankGroup
-from jobkit.run.schema import CheckpointConfig, CommConfig, Config, ParallelConfig
 from jobkit.train import sharding
 from jobkit.train.devices import choose_device, group_backend
 from jobkit.train.pipeline import OLDEST_TORCH

@@ -15,12 +15,12 @@ from harness.training import logged
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from jobkit.config.schema import BestConfig, CheckpointConfig, Config
 from jobkit.errors import Stopped, UsageError
 from jobkit.group import RankGroup
 from jobkit.run import records
 from jobkit.run.records import Drill
 from jobkit.run.rundir import RunDir
-from jobkit.run.schema import BestConfig, CheckpointConfig, Config
 from jobkit.run.slots import Phase
 from jobkit.verify.compare import read_trace
 from jobkit.worker.health import NotFinite

@@ -28,11 +28,11 @@ import jobkit.train.pipeline
 import jobkit.train.sharding
 import jobkit.train.zero1  # here, so that forked ranks have them
 from jobkit.checkpoint.export import whole_weights
+from jobkit.config.schema import CheckpointConfig, CommConfig, Config, ParallelConfig
 from jobkit.errors import UsageError
 from jobkit.group import RankGroup
 from jobkit.run import records
 from jobkit.run.records import Lease
-from jobkit.run.schema import CheckpointConfig, CommConfig, Config, ParallelConfig
 from jobkit.run.slots import SLOTS_VARIABLE
 from jobkit.worker.context import Context
 from jobkit.worker.join import Joined

@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.torch_version import TorchVersion
 
 import jobkit
+from jobkit.config.schema import Config, ParallelConfig
 from jobkit.errors import UsageError
 from jobkit.group import RankGroup
-from jobkit.run.schema import Config, ParallelConfig
 from jobkit.train.accumulation import call
 from jobkit.train.gradients import clip_gradients, gradient_norm
 from jobkit.train.pipeline import OLDEST_TORCH, Pipeline, cut_stages, stage_of

@@ -18,7 +18,7 @@ from scipy.linalg import sqrtm
 
 import jobkit
 from experiments.imagenet64 import data, discrete, fid, flow, train, unet
-from jobkit.run.load import load
+from jobkit.config.load import load
 
 ROOT = Path(__file__).parents[2]
 UNET: dict[str, Any] = {"width": 8, "multipliers": [1, 2], "blocks": 1, "attention": [2], "head": 8, "dropout": 0.0}

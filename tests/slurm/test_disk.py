@@ -13,7 +13,7 @@ from harness.small_disk import SmallDisk
 from slurmbox import Cluster
 
 SHORT = """
-from jobkit.run import disk
+from jobkit import disk
 disk.FULL_DISK_SECONDS = 3.0
 """
 

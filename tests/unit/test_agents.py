@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from harness.journals import make_run, submitted
 
+from jobkit.config.schema import Config, Resources
 from jobkit.run.journal import Journal
 from jobkit.run.rundir import RunDir
-from jobkit.run.schema import Config, Resources
 from jobkit.supervisor import agents as module
 from jobkit.supervisor.agents import Agents, Lost
 from jobkit.supervisor.allocation import Allocation, Look

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from harness.journals import began, ended, finished, make_run, submitted
 
+from jobkit.config.load import load
 from jobkit.errors import InputError, NoSuchRun
 from jobkit.run.chain import decide, waits_for
 from jobkit.run.journal import Journal, read_status
-from jobkit.run.load import load
 from jobkit.run.rundir import RunDir
 from jobkit.submission import chain
 from jobkit.submission.plan import LaunchPlan, Target, make_plan

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from jobkit.config import yamlfile
+from jobkit.config.load import load
 from jobkit.errors import InputError
-from jobkit.run import yamlfile
-from jobkit.run.load import load
 from jobkit.run.rundir import RunDir
 from jobkit.submission import checks, user_code
 from jobkit.submission.plan import LaunchPlan, make_plan, target

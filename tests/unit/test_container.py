@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from jobkit.config.schema import ContainerConfig
 from jobkit.errors import InputError
-from jobkit.run.schema import ContainerConfig
 from jobkit.supervisor import container
 
 

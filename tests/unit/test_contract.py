@@ -23,9 +23,9 @@ import pytest
 import yaml
 
 from jobkit.cli.main import VERBS
+from jobkit.config.schema import SECTIONS
 from jobkit.run import rundir
 from jobkit.run.rundir import RunDir
-from jobkit.run.schema import SECTIONS
 
 ROOT = Path(__file__).parents[2]
 CODE = ROOT / "jobkit"
@@ -60,7 +60,7 @@ def commands() -> set[str]:
 
 def keys() -> set[str]:
     """Return the keys of a YAML that code reads: `resources.nodes`."""
-    popped = set(re.findall(r'values\.pop\("(\w+)"', (CODE / "run/load.py").read_text(encoding="utf-8")))
+    popped = set(re.findall(r'values\.pop\("(\w+)"', (CODE / "config/load.py").read_text(encoding="utf-8")))
     return {
         f"{section}.{key}".rstrip(".")
         for section, inner in [*SECTIONS.items(), *((key, []) for key in popped)]

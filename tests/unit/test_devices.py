@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from jobkit.config.schema import Config, Resources
 from jobkit.errors import InputError
 from jobkit.run.rundir import RunDir
-from jobkit.run.schema import Config, Resources
 from jobkit.supervisor import devices
 from jobkit.supervisor.devices import Devices
 from jobkit.supervisor.protocol import RankPlace

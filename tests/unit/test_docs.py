@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jobkit.run.identity import run_name
-from jobkit.run.load import load
+from jobkit.config.identity import run_name
+from jobkit.config.load import load
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("experiments/*/README.md")]

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from jobkit.run import disk
-from jobkit.run.disk import explained, is_full, write_probe
+from jobkit import disk
+from jobkit.disk import explained, is_full, write_probe
 from jobkit.run.files import (
     FOR_OWNER,
     as_plain,

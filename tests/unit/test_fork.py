@@ -11,10 +11,11 @@ from harness.journals import began, ended, finished, make_run, submitted
 
 from jobkit.cli import main, rm
 from jobkit.cli.rewind import rewind
+from jobkit.config import yamlfile
+from jobkit.config.load import load
 from jobkit.errors import InputError
-from jobkit.run import records, snapshot, yamlfile
+from jobkit.run import records, snapshot
 from jobkit.run.journal import Journal, read_status
-from jobkit.run.load import load
 from jobkit.run.records import End, Start
 from jobkit.run.rundir import RunDir
 from jobkit.run.view import view, views

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from harness.runs import wait_until
 
+from jobkit.config.schema import Resources
 from jobkit.run.rundir import RunDir
-from jobkit.run.schema import Resources
 from jobkit.run.slots import Page, Phase
 from jobkit.supervisor.protocol import RankPlace, Start
 from jobkit.worker import processes
@@ -113,7 +113,7 @@ def test_an_import_that_hangs_ends_the_agent_and_shows_where(tmp_path: Path) -> 
     program = f"""
 import os, sys
 from jobkit.run.rundir import RunDir
-from jobkit.run.schema import Config
+from jobkit.config.schema import Config
 from jobkit.worker import preload
 os.environ[preload.PLAIN_RANKS] = "1"  # the import of torch would take longer
 sys.path.insert(0, {str(tmp_path)!r})

@@ -18,7 +18,7 @@ from harness.runs import PATIENCE
 
 from jobkit.cli import doctor
 from jobkit.cli.main import main
-from jobkit.run.schema import Config, Resources
+from jobkit.config.schema import Config, Resources
 from jobkit.supervisor import devices, gpus
 from jobkit.supervisor.devices import HealthWatch, Word, watched
 

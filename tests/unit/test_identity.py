@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from jobkit.run.identity import identity, run_name
-from jobkit.run.schema import CheckpointConfig, CommConfig, Config, ParallelConfig, Resources
+from jobkit.config.identity import identity, run_name
+from jobkit.config.schema import CheckpointConfig, CommConfig, Config, ParallelConfig, Resources
 
 BASE = Config(name="toy", task="mytask:train", params={"lr": 1, "net": {"widths": [8, 8]}, "pad_token": "<pad>"})
 

@@ -11,22 +11,29 @@ import jobkit
 
 ROOT = Path(jobkit.__file__).parent
 LEVELS = {
-    "cli": 8,
-    "submit": 8,
-    "verify": 7,
-    "submission": 6,
-    "report": 6,
-    "huggingface": 6,
-    "lightning": 6,
-    "worker": 5,
-    "mirror": 4,
-    "train": 4,
-    "supervisor": 4,
-    "checkpoint": 3,
-    "usage": 3,
-    "display": 3,
-    "run": 2,
-    "slurm": 1,
+    "cli": 12,
+    "submit": 12,
+    "verify": 11,
+    "submission": 10,
+    "report": 10,
+    "huggingface": 10,
+    "lightning": 10,
+    "agent": 9,
+    "worker": 8,
+    "loop": 7,
+    "parallel": 6,
+    "train": 6,
+    "supervisor": 5,
+    "checkpoint": 5,
+    "mirror": 5,
+    "usage": 5,
+    "display": 5,
+    "wire": 4,
+    "group": 4,
+    "run": 3,
+    "config": 2,
+    "slurm": 2,
+    "data": 2,
 }
 
 
@@ -50,7 +57,7 @@ def test_imports_run_downwards_only() -> None:
         (file, module)
         for file, part, module in imports()
         if module.startswith("jobkit.") and module.split(".")[1] != part
-        if LEVELS.get(module.split(".")[1], 0) >= LEVELS.get(part, 9) > 0
+        if LEVELS.get(module.split(".")[1], 0) >= LEVELS.get(part, 13) > 0
         if {module.split(".")[1], part} != {"cli", "submit"}  # a verb with an address of its own
     }
     assert wrong == set()
@@ -79,8 +86,8 @@ def test_no_circle_of_imports() -> None:
 
 
 def test_every_part_has_a_level() -> None:
-    below = {"__init__", "__main__", "addresses", "duration", "errors", "group", "log", "start", "weather"}
-    assert {Path(name).parts[0].removesuffix(".py") for name, _, _ in imports()} - below == set(LEVELS)
+    below = {"__init__", "__main__", "addresses", "disk", "duration", "errors", "log", "start", "weather"}
+    assert {Path(name).parts[0].removesuffix(".py") for name, _, _ in imports()} - below <= set(LEVELS)
 
 
 LAUNCH_HALF = {
@@ -88,6 +95,7 @@ LAUNCH_HALF = {
     "submit",
     "submission",
     "supervisor",
+    "config",
     "run",
     "slurm",
     "usage",

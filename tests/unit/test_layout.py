@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from jobkit.config.layout import Layout, check
+from jobkit.config.schema import CommConfig, Config, ParallelConfig, Resources
 from jobkit.errors import InputError
-from jobkit.run.layout import Layout, check
-from jobkit.run.schema import CommConfig, Config, ParallelConfig, Resources
 
 
 def config(parallel: dict[str, Any], comm: dict[str, Any] | None = None, **others: Any) -> Config:

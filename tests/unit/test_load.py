@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from jobkit.config.load import Loaded, load, read_resolved, with_run_dir
+from jobkit.config.schema import SECTIONS
+from jobkit.config.yamlfile import dump, read_yaml
 from jobkit.errors import InputError
-from jobkit.run.load import Loaded, load, read_resolved, with_run_dir
-from jobkit.run.schema import SECTIONS
-from jobkit.run.yamlfile import dump, read_yaml
 
 BASE = "name: toy\ntask: mytask:train\n"
 VARIABLE = "JOBKIT_TEST_DATA"

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from jobkit.config import machine
+from jobkit.config.machine import idle_devices, visible_devices, with_counts
+from jobkit.config.schema import Config, Resources
 from jobkit.errors import InputError
-from jobkit.run import machine
-from jobkit.run.machine import idle_devices, visible_devices, with_counts
-from jobkit.run.schema import Config, Resources
 
 
 def _config(device: str = "auto", **resources: Any) -> Config:

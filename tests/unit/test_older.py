@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 import jobkit
 from jobkit import submit
 from jobkit.cli import main
-from jobkit.run.identity import run_name
-from jobkit.run.load import load
+from jobkit.config.identity import run_name
+from jobkit.config.load import load
 from jobkit.run.rundir import RunDir
 
 STARTED = 1795838790.0

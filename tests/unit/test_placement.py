@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jobkit.run.schema import Config, ParallelConfig, Resources
+from jobkit.config.schema import Config, ParallelConfig, Resources
 from jobkit.supervisor.placement import Placement, nodes_to_use
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from jobkit.config import yamlfile
+from jobkit.config.load import load
 from jobkit.errors import InputError
-from jobkit.run import yamlfile
-from jobkit.run.load import load
 from jobkit.slurm import commands, nodes
 from jobkit.slurm.nodes import Partition
 from jobkit.submission.plan import LaunchPlan, make_plan, target

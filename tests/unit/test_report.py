@@ -14,6 +14,7 @@ import torch
 from harness.journals import START, began, ended, finished, make_run, submitted
 
 from jobkit.cli.main import main
+from jobkit.config.yamlfile import dump
 from jobkit.report import charts
 from jobkit.report.logged import Series, stretches
 from jobkit.report.page import page
@@ -21,7 +22,6 @@ from jobkit.run.accounting import Account
 from jobkit.run.metrics import EventFile, image, scalar
 from jobkit.run.rundir import RunDir
 from jobkit.run.view import views
-from jobkit.run.yamlfile import dump
 
 NAN, INFINITY = math.nan, math.inf
 HOSTILE = "\"'><script>alert(1)</script><img src=http://x onerror=alert(2)>&amp;</title></style></svg>{{ 7 * 7 }}"

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from jobkit.config.schema import Config, Resources
 from jobkit.errors import SchedulerError, SchedulerMissing, SchedulerTimeout
 from jobkit.run.journal import Journal
 from jobkit.run.records import Ended, Submitted
 from jobkit.run.rundir import RunDir
-from jobkit.run.schema import Config, Resources
 from jobkit.slurm.jobs import Job
 from jobkit.supervisor import requeue
 from jobkit.supervisor.retry import Decision

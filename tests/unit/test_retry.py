@@ -8,8 +8,8 @@ from typing import Any, get_args
 
 import pytest
 
+from jobkit.config.schema import UNLIMITED, RetryConfig
 from jobkit.run.records import Began, Cause, Ended
-from jobkit.run.schema import UNLIMITED, RetryConfig
 from jobkit.run.status import Attempt
 from jobkit.supervisor.retry import BUDGETS, PAUSES, Decision, Room, decide
 from jobkit.supervisor.tries import DEATHS, STAYS

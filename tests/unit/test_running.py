@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from jobkit.config.schema import Config, Resources
 from jobkit.run.journal import Journal
 from jobkit.run.records import Began, Ended, Request
 from jobkit.run.rundir import RunDir
-from jobkit.run.schema import Config, Resources
 from jobkit.supervisor.agents import Agent, Lost, News
 from jobkit.supervisor.loop import Supervisor
 from jobkit.supervisor.protocol import Exited, Hello, NotStarted, Signalled, Silent

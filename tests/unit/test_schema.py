@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from jobkit.config import schema
+from jobkit.config.load import load
+from jobkit.config.schema import SECTIONS, BestConfig, Config, ContainerConfig, MlflowMirror, Resources
+from jobkit.config.strict import build
 from jobkit.duration import format_seconds, parse_seconds
 from jobkit.errors import InputError
-from jobkit.run import schema
-from jobkit.run.load import load
-from jobkit.run.schema import SECTIONS, BestConfig, Config, ContainerConfig, MlflowMirror, Resources
-from jobkit.run.strict import build
 
 
 @pytest.fixture(autouse=True)

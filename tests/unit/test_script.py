@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from jobkit.config.load import load
+from jobkit.config.schema import AUTO
 from jobkit.errors import InputError
-from jobkit.run.load import load
-from jobkit.run.schema import AUTO
 from jobkit.worker import script
 from jobkit.worker.launcher import Topology
 from jobkit.worker.values import Values

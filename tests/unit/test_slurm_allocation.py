@@ -11,7 +11,7 @@ import pytest
 from harness.journals import make_run, submitted
 from harness.runs import wait_until
 
-from jobkit.run.schema import Config
+from jobkit.config.schema import Config
 from jobkit.slurm import nodes
 from jobkit.supervisor.allocation import LaunchFailure, Look
 from jobkit.supervisor.placement import Placement

@@ -8,9 +8,9 @@ import pytest
 from harness.journals import make_run, submitted
 
 from jobkit.cli.main import main
+from jobkit.config.load import read_source
+from jobkit.config.points import points, sweep_name
 from jobkit.errors import InputError, NoSuchRun
-from jobkit.run import sweep
-from jobkit.run.load import read_source
 from jobkit.run.runs import find, newest, runs_in, versions
 
 YAML = "name: toy\ntask: toy:train\nparams: {lr: 0.1, widths: [8], text: a}\n"
@@ -23,10 +23,10 @@ def wanted(
     (folder / "toy.yaml").write_text(YAML + yaml)
     (folder / "points.csv").write_text(table)
     source = read_source(folder / "toy.yaml", typed)
-    points = sweep.points(source, words, folder / "points.csv" if table else None)
-    for point in points or ():
+    taken = points(source, words, folder / "points.csv" if table else None)
+    for point in taken or ():
         source.loaded(point)
-    return None if points is None else [[word for word, _ in point] for point in points]
+    return None if taken is None else [[word for word, _ in point] for point in taken]
 
 
 @pytest.mark.parametrize(
@@ -121,8 +121,8 @@ def test_what_is_no_point_is_refused_with_its_place(tmp_path: Path, arguments: d
 
 
 def test_a_sweep_is_named_by_its_runs_in_any_order() -> None:
-    name = sweep.sweep_name("toy", ["toy-1", "toy-2"])
-    assert name == sweep.sweep_name("toy", ["toy-2", "toy-1"]) != sweep.sweep_name("toy", ["toy-1"])
+    name = sweep_name("toy", ["toy-1", "toy-2"])
+    assert name == sweep_name("toy", ["toy-2", "toy-1"]) != sweep_name("toy", ["toy-1"])
 
 
 def test_a_file_of_a_sweep_means_its_runs_that_exist(tmp_path: Path) -> None:

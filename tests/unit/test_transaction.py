@@ -15,9 +15,9 @@ import pytest
 from harness.runs import wait_until
 
 from jobkit.cli.main import main
+from jobkit.config.load import load, read_resolved, read_source
 from jobkit.errors import InputError, SchedulerError, SchedulerTimeout
 from jobkit.run.journal import Journal, events
-from jobkit.run.load import load, read_resolved, read_source
 from jobkit.run.records import Began, Cancelled, Ended, Finished, Refused, Submitted
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Status

@@ -14,7 +14,7 @@ from harness.journals import began, ended, finished, make_run, submitted
 
 from jobkit.cli.main import main
 from jobkit.cli.verify import _run_and_step, shortened
-from jobkit.run.load import load
+from jobkit.config.load import load
 from jobkit.run.records import Interruption, InterruptionKind
 from jobkit.run.rundir import RunDir
 from jobkit.submission.plan import LaunchPlan, Target

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from jobkit.config.schema import RetryConfig
 from jobkit.errors import Nature
 from jobkit.run.records import Began, Cause, Ended
-from jobkit.run.schema import RetryConfig
 from jobkit.run.status import Attempt
 from jobkit.supervisor.retry import Decision, Room, decide
 

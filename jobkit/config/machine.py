@@ -19,8 +19,8 @@ from itertools import takewhile
 from pathlib import Path
 
 from jobkit import start
+from jobkit.config.schema import AUTO, Config, Resources
 from jobkit.errors import InputError
-from jobkit.run.schema import AUTO, Config, Resources
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,14 +20,14 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+from jobkit.config import overrides as overriding
+from jobkit.config.interpolation import RUN_DIR, KeyPath, resolve
+from jobkit.config.overrides import keys_below, with_value
+from jobkit.config.schema import ALL, AUTO, DROPPED, PARALLEL_WORDS, SECTIONS, Config, seed_of
+from jobkit.config.strict import build
+from jobkit.config.yamlfile import COMMAND_LINE, Places, read_yaml
 from jobkit.errors import InputError, nearest
 from jobkit.log import log
-from jobkit.run import overrides as overriding
-from jobkit.run.interpolation import RUN_DIR, KeyPath, resolve
-from jobkit.run.overrides import keys_below, with_value
-from jobkit.run.schema import ALL, AUTO, DROPPED, PARALLEL_WORDS, SECTIONS, Config, seed_of
-from jobkit.run.strict import build
-from jobkit.run.yamlfile import COMMAND_LINE, Places, read_yaml
 
 
 @dataclass(frozen=True, kw_only=True)

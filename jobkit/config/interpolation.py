@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from jobkit.config.overrides import keys_below
 from jobkit.errors import InputError, nearest
-from jobkit.run.overrides import keys_below
 
 RUN_DIR = "${run_dir}"
 """Stays a text until a rank knows its directory (`load.with_run_dir`)."""

@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from jobkit.config.schema import DROPPED, SECTIONS
+from jobkit.config.yamlfile import COMMAND_LINE, parse_value
 from jobkit.errors import InputError, closest
-from jobkit.run.schema import DROPPED, SECTIONS
-from jobkit.run.yamlfile import COMMAND_LINE, parse_value
 
 KEYS_SHOWN = 12
 """How many keys of `params` a refusal lists."""

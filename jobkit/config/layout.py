@@ -12,8 +12,8 @@ import math
 import operator
 from dataclasses import dataclass
 
+from jobkit.config.schema import ALL, AUTO, Config
 from jobkit.errors import InputError
-from jobkit.run.schema import ALL, AUTO, Config
 
 SHARDED = ("zero2", "zero3", "hsdp")
 """Kinds of data parallelism that shard parameters, by torch's fully_shard."""

@@ -18,9 +18,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jobkit.config.load import Source
+from jobkit.config.yamlfile import COMMAND_LINE, dump_in_line, split_values
 from jobkit.errors import InputError, nearest
-from jobkit.run.load import Source
-from jobkit.run.yamlfile import COMMAND_LINE, dump_in_line, split_values
 
 Point = tuple[tuple[str, str], ...]
 """The overrides of one run: `key=value`, and the place for errors about it."""

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jobkit.run.schema import AUTO, CommConfig, Config, ParallelConfig
+from jobkit.config.schema import AUTO, CommConfig, Config, ParallelConfig
 
 
 def identity(config: Config, start: str = "") -> str:

@@ -1,6 +1,6 @@
 """The keys of a YAML, with their types, defaults and checks: one frozen dataclass for each section.
 
-    jobkit.run.load reads a YAML -> Config -> the submission, the supervisor and the ranks
+    jobkit.config.load reads a YAML -> Config -> the submission, the supervisor and the ranks
 
 A sentence under each field explains it; the manual is generated from these sentences.
 """

@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 
+from jobkit.disk import may_return
 from jobkit.errors import InputError, nearest
-from jobkit.run.disk import may_return
 
 COMMAND_LINE = "command line"
 
