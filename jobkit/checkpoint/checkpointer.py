@@ -32,8 +32,8 @@ from jobkit.checkpoint.staging import Place, Staged, Stager
 from jobkit.checkpoint.store import Manifest, Store
 from jobkit.disk import is_full
 from jobkit.errors import CheckpointError, JobkitError
-from jobkit.group import RankError, RankGroup
 from jobkit.log import log
+from jobkit.wire.group import RankError, RankGroup
 
 BEAT_SECONDS = 1.0
 """Between two signs of life while the loop waits for the disk."""

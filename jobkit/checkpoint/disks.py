@@ -9,8 +9,8 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from jobkit.group import RankGroup
 from jobkit.run.files import is_there
+from jobkit.wire.group import RankGroup
 
 
 def disks_of(folder: Path, rank: Any, ranks: RankGroup) -> tuple[tuple[int, ...], ...]:

@@ -25,10 +25,10 @@ from torch.distributed.tensor import DTensor
 from jobkit.checkpoint.live import plain_module
 from jobkit.disk import is_full
 from jobkit.errors import InputError
-from jobkit.group import RankGroup
 from jobkit.run.files import as_plain, json_text, sync_file, sync_folder, write_atomic
 from jobkit.run.journal import read_status
 from jobkit.run.rundir import RunDir
+from jobkit.wire.group import RankGroup
 
 TIED = "tied"
 """The key of safetensors' metadata for names of tied weights: a file holds each tensor once."""

@@ -15,9 +15,9 @@ import xxhash
 
 from jobkit.checkpoint.reading import Damaged, agreed
 from jobkit.errors import CheckpointError
-from jobkit.group import RankGroup
 from jobkit.run.files import foreign_owner, sync_folder
 from jobkit.run.rundir import FRAMEWORK
+from jobkit.wire.group import RankGroup
 
 if TYPE_CHECKING:
     from jobkit.checkpoint.sources import Source

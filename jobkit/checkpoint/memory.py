@@ -32,8 +32,8 @@ from jobkit.checkpoint.shard import ShardInfo, sums_of
 from jobkit.checkpoint.sources import Source
 from jobkit.checkpoint.staging import PAGE, Place, Staged, Stager
 from jobkit.checkpoint.store import Manifest
-from jobkit.group import RankGroup
 from jobkit.log import log
+from jobkit.wire.group import RankGroup
 
 RECORD = 1 << 20
 """Bytes of a slot's record, 16 of which are the checksum of 4 MiB of state; the shard lies after it."""

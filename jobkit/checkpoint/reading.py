@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from jobkit.checkpoint.shard import BLOCK, ShardInfo, Stored
 from jobkit.checkpoint.staging import Piece
 from jobkit.errors import CheckpointError, OutsideError
-from jobkit.group import RankGroup, describe
 from jobkit.weather import nature_of
+from jobkit.wire.group import RankGroup, describe
 
 T = TypeVar("T")
 

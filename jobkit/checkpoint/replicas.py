@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from jobkit.checkpoint.live import Entry
 from jobkit.checkpoint.staging import Stager
 from jobkit.errors import UsageError
-from jobkit.group import RankGroup
+from jobkit.wire.group import RankGroup
 
 
 def check_replicas(entries: Sequence[Entry], stager: Stager, ranks: RankGroup) -> None:

@@ -16,7 +16,7 @@ from jobkit.checkpoint.memory import Record, Slot
 from jobkit.checkpoint.reading import Damaged
 from jobkit.checkpoint.shard import ShardInfo, write_parts
 from jobkit.checkpoint.store import Manifest, Store
-from jobkit.group import RankGroup
+from jobkit.wire.group import RankGroup
 
 
 def save_newest(

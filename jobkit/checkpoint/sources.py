@@ -37,8 +37,8 @@ from jobkit.checkpoint.shard import ShardInfo, Stored, parse_header
 from jobkit.checkpoint.staging import Stager, leaf_name
 from jobkit.checkpoint.store import Manifest
 from jobkit.errors import CheckpointError
-from jobkit.group import RankGroup
 from jobkit.run.files import foreign_owner
+from jobkit.wire.group import RankGroup
 
 BUCKET = 32 << 20
 """Bytes of tensors that one broadcast takes along."""

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from jobkit.checkpoint.live import Entry, Live, Walker, names_of, walker_of
 from jobkit.errors import CheckpointError
-from jobkit.group import RankGroup
+from jobkit.wire.group import RankGroup
 
 PAGE = 4096
 

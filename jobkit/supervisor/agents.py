@@ -24,7 +24,7 @@ from jobkit.run import records
 from jobkit.run.files import FOR_OWNER
 from jobkit.run.records import Contact
 from jobkit.run.rundir import RunDir
-from jobkit.supervisor.protocol import (
+from jobkit.wire.messages import (
     Ack,
     Exited,
     Hello,

@@ -26,7 +26,7 @@ from jobkit.log import log
 from jobkit.run.files import foreign_owner, read_json
 from jobkit.run.locks import Lock
 from jobkit.run.rundir import RunDir
-from jobkit.supervisor.protocol import RankPlace
+from jobkit.wire.messages import RankPlace
 
 LOOK_SECONDS = 0.5
 """Between two looks of a run that waits."""

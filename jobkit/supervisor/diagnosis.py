@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from jobkit.errors import EXIT_RESUMABLE, Nature
 from jobkit.run.records import Began, Cause, End
-from jobkit.supervisor.protocol import Exited, Silent
+from jobkit.wire.messages import Exited, Silent
 
 if TYPE_CHECKING:
     from jobkit.slurm.jobs import StopCause

@@ -27,11 +27,11 @@ from jobkit.supervisor.allocation import MARGIN_SECONDS, Allocation, Look, margi
 from jobkit.supervisor.attempt import EXIT_RUN_FAILED
 from jobkit.supervisor.background import Background
 from jobkit.supervisor.closing import REQUESTS, Unsaved, request_of
-from jobkit.supervisor.protocol import LOCAL, Hello, Signal, Signalled, SignalName
 from jobkit.supervisor.retry import Decision
 from jobkit.supervisor.running import Pressure, Running
 from jobkit.supervisor.starter import CannotStart, Starter
 from jobkit.supervisor.tenure import Tenure
+from jobkit.wire.messages import LOCAL, Hello, Signal, Signalled, SignalName
 
 QUIET_SECONDS, UNCLEAR_SECONDS = 30.0, 2.0
 """How often Slurm is asked, and how often while a signal or a lost node waits for its explanation."""

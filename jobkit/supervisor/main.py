@@ -25,8 +25,8 @@ from jobkit.supervisor.allocation import Allocation
 from jobkit.supervisor.attempt import take_over
 from jobkit.supervisor.diagnosis import FailedSetup, last_words
 from jobkit.supervisor.loop import DISK_SECONDS, Supervisor, once_there_is_room
-from jobkit.supervisor.protocol import LOCAL
 from jobkit.supervisor.tenure import Me, NotRunnable
+from jobkit.wire.messages import LOCAL
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from jobkit.run.records import Cause
 from jobkit.supervisor.agents import Agent, Lost, News
 from jobkit.supervisor.allocation import MARGIN_SECONDS, LaunchFailure
 from jobkit.supervisor.diagnosis import OF_A_STOP, Facts, FailedSetup, LostNode
-from jobkit.supervisor.protocol import Exited, Hello, NotStarted, Signalled, Silent
+from jobkit.wire.messages import Exited, Hello, NotStarted, Signalled, Silent
 
 REPORT_SECONDS = 3.0
 """How long the other ranks live on after one that exited without a word: an End of theirs may be the first."""

@@ -16,9 +16,9 @@ from jobkit.supervisor.agents import Agents
 from jobkit.supervisor.allocation import Allocation, LaunchFailure, Look
 from jobkit.supervisor.diagnosis import FailedSetup, LostNode
 from jobkit.supervisor.placement import Placement, nodes_to_use
-from jobkit.supervisor.protocol import LOCAL, RankPlace, Start
 from jobkit.supervisor.tenure import Tenure
 from jobkit.supervisor.tries import end_of, ran_until_stopped
+from jobkit.wire.messages import LOCAL, RankPlace, Start
 
 READY_SECONDS = 1200.0
 """How long an agent that is not ready may say nothing. An import may take 15 min (worker/preload.py): then the agent

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 
 from jobkit.duration import parse_seconds
-from jobkit.run.slots import Beat, Phase
+from jobkit.wire.pages import Beat, Phase
 
 LEAST_SECONDS = 300.0
 """`watchdog: auto` waits at least this long: a step may hold a checkpoint to a slow disk."""

@@ -32,11 +32,11 @@ from jobkit.config import layout
 from jobkit.config.layout import SHARDED
 from jobkit.config.schema import AUTO, Config
 from jobkit.errors import UsageError
-from jobkit.group import RankGroup
 from jobkit.train.devices import AUTOCAST, group_backend
 from jobkit.train.gradient_order import GradientOrder, members_of
 from jobkit.train.gradients import gradient_norm
 from jobkit.train.weights import broadcast, check_same_module, materialise
+from jobkit.wire.group import RankGroup
 
 if TYPE_CHECKING:
     from jobkit.train.compression import Compression

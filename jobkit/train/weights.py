@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from jobkit.errors import UsageError
-from jobkit.group import RankGroup
 from jobkit.train.seeds import derive_seed, preserved_generators, seed_generators
+from jobkit.wire.group import RankGroup
 
 
 def materialise(module: nn.Module, device: torch.device, seed: int) -> nn.Module:

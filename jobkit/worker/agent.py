@@ -24,10 +24,10 @@ from jobkit import mirror
 from jobkit.config.schema import Config
 from jobkit.log import configure, log
 from jobkit.run.rundir import RunDir
-from jobkit.run.slots import Kept, Page
 from jobkit.slurm.jobs import restart_count
 from jobkit.supervisor import devices
-from jobkit.supervisor.protocol import (
+from jobkit.supervisor.watchdog import Watch, silence_of
+from jobkit.wire.messages import (
     LOCAL,
     Exited,
     Hello,
@@ -40,7 +40,8 @@ from jobkit.supervisor.protocol import (
     Signalled,
     Start,
 )
-from jobkit.supervisor.watchdog import Watch, silence_of
+from jobkit.wire.pages import Kept, Page
+from jobkit.wire.signals import STOP_SIGNALS, AgentSignals
 from jobkit.worker.alone import Alone
 from jobkit.worker.children import Children, send
 from jobkit.worker.forked import become_rank, run_rank_program, start_anew
@@ -49,7 +50,6 @@ from jobkit.worker.preload import import_for_ranks
 from jobkit.worker.processes import Process, has_variables, identify, lives, with_variables
 from jobkit.worker.rendezvous import Reservation, environment_of
 from jobkit.worker.salvage import run_salvage
-from jobkit.worker.signals import STOP_SIGNALS, AgentSignals
 
 LOOK_SECONDS = 1.0
 """Between two looks at the pages of the ranks, and at the line for devices."""

@@ -23,9 +23,9 @@ from jobkit.slurm import commands, jobs, nodes
 from jobkit.supervisor import notify
 from jobkit.supervisor.allocation import margin_of
 from jobkit.supervisor.attempt import rescue
-from jobkit.supervisor.protocol import Hello, Start
 from jobkit.supervisor.requeue import start_again
 from jobkit.supervisor.tenure import Me
+from jobkit.wire.messages import Hello, Start
 from jobkit.worker.children import Children, send
 from jobkit.worker.forked import die_with_parent
 from jobkit.worker.link import Link

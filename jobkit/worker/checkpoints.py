@@ -16,10 +16,10 @@ from jobkit.checkpoint.checkpointer import Checkpointer, Pending
 from jobkit.config.schema import AUTO
 from jobkit.disk import FULL_DISK_SECONDS, is_full
 from jobkit.errors import NoRoom, OutsideError
-from jobkit.group import RankError
 from jobkit.log import log
 from jobkit.run.journal import read_status
-from jobkit.run.slots import Phase
+from jobkit.wire.group import RankError
+from jobkit.wire.pages import Phase
 from jobkit.worker.checkpoint_interval import (
     MAX_OVERHEAD,
     MAX_SECONDS,

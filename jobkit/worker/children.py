@@ -19,11 +19,11 @@ from pathlib import Path
 
 from jobkit import mirror
 from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE
-from jobkit.run.slots import Page, Phase
 from jobkit.supervisor.devices import HealthWatch, Word
 from jobkit.supervisor.diagnosis import OF_A_STOP
-from jobkit.supervisor.protocol import Exited, Signal, Silent
 from jobkit.supervisor.watchdog import Watch
+from jobkit.wire.messages import Exited, Signal, Silent
+from jobkit.wire.pages import Page, Phase
 from jobkit.worker import processes
 from jobkit.worker.processes import Process
 

@@ -23,12 +23,12 @@ from jobkit.addresses import interface_towards
 from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, InputError
 from jobkit.run import records
 from jobkit.run.records import End
-from jobkit.run.slots import Phase
+from jobkit.wire.pages import Phase
+from jobkit.wire.signals import STOP_SIGNALS
 from jobkit.worker import snapshot_path
 from jobkit.worker.forked import die_with_parent
 from jobkit.worker.rank import Rank
 from jobkit.worker.rendezvous import Reservation
-from jobkit.worker.signals import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from jobkit.worker.launched import Launched

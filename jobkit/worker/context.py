@@ -28,13 +28,13 @@ from jobkit.checkpoint.staging import Place
 from jobkit.errors import CheckpointError, JobkitError, Stopped, UsageError
 from jobkit.run.files import is_there
 from jobkit.run.records import Start
-from jobkit.run.slots import Phase, page_before, slots_of
 from jobkit.train.devices import devices_of
 from jobkit.train.loader import Loader
 from jobkit.train.seeds import derive_seed, seed_generators
 from jobkit.train.sharding import UnexchangedGradients
 from jobkit.train.spread import Spread
 from jobkit.train.step import Step, evaluating
+from jobkit.wire.pages import Phase, page_before, slots_of
 from jobkit.worker.calls import with_fitting_methods
 from jobkit.worker.checkpoints import Boundary, Checkpoints, older_than
 from jobkit.worker.epochs import Batches, Epochs

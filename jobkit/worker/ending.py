@@ -33,8 +33,8 @@ from jobkit.log import log
 from jobkit.run import records
 from jobkit.run.files import as_plain, is_there
 from jobkit.run.records import End
-from jobkit.run.slots import Phase
 from jobkit.weather import chain_of, nature_of, place_of
+from jobkit.wire.pages import Phase
 from jobkit.worker.rank import Rank
 
 MAX_TRACEBACK = 8000

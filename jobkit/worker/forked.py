@@ -23,10 +23,10 @@ from typing import NoReturn
 from jobkit import start
 from jobkit.errors import JobkitError
 from jobkit.run.rundir import RunDir
-from jobkit.run.slots import VARIABLE, Page
-from jobkit.supervisor.protocol import RankPlace, Start
+from jobkit.wire.messages import RankPlace, Start
+from jobkit.wire.pages import VARIABLE, Page
+from jobkit.wire.signals import STOP_SIGNALS
 from jobkit.worker.cpus import take_share
-from jobkit.worker.signals import STOP_SIGNALS
 
 DIES_FIRST = 300
 """A rank's oom_score_adj: where memory is short the kernel kills a rank, and not the agent that starts it again."""

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from submitit.core.job_environment import JobEnvironment
 from submitit.core.utils import JobPaths
 
-from jobkit.worker.signals import take_stop_signals
+from jobkit.wire.signals import take_stop_signals
 
 
 class _RunPaths(JobPaths):  # type: ignore[misc]

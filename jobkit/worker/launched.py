@@ -23,7 +23,6 @@ from jobkit.config import machine, yamlfile
 from jobkit.config.load import Loaded
 from jobkit.config.schema import Config, Resources
 from jobkit.errors import InputError
-from jobkit.group import RankGroup
 from jobkit.log import log
 from jobkit.run import records, secrets
 from jobkit.run.files import user_name, write_atomic
@@ -31,20 +30,21 @@ from jobkit.run.journal import Journal
 from jobkit.run.locks import Lock
 from jobkit.run.records import End, Submitted, new_token
 from jobkit.run.rundir import RunDir
-from jobkit.run.slots import VARIABLE, Page
 from jobkit.run.view import UNDER_WAY, view
 from jobkit.supervisor import attempt
 from jobkit.supervisor.closing import REQUESTS, request_of
 from jobkit.supervisor.diagnosis import Facts
-from jobkit.supervisor.protocol import Exited
 from jobkit.supervisor.retry import Room
 from jobkit.supervisor.tenure import Me, Tenure
 from jobkit.usage import to_type
+from jobkit.wire.group import RankGroup
+from jobkit.wire.messages import Exited
+from jobkit.wire.pages import VARIABLE, Page
+from jobkit.wire.signals import take_stop_signals
 from jobkit.worker.join import Joined, join, leave
 from jobkit.worker.launcher import Launch
 from jobkit.worker.rank import Rank
 from jobkit.worker.rendezvous import Reservation
-from jobkit.worker.signals import take_stop_signals
 
 REQUEST_SECONDS = 1.0
 """Between two looks for requests."""

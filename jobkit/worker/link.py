@@ -14,7 +14,7 @@ from dataclasses import replace
 from jobkit.log import log
 from jobkit.run.rundir import RunDir
 from jobkit.supervisor.agents import notice_death
-from jobkit.supervisor.protocol import Ack, Exited, Hello, Leave, Lines, Message, Signalled, Welcome, encode
+from jobkit.wire.messages import Ack, Exited, Hello, Leave, Lines, Message, Signalled, Welcome, encode
 
 CONNECT_SECONDS = 2.0
 """Not longer: a firewall that drops packets never answers, and the next address may."""

@@ -22,17 +22,17 @@ import torch
 
 from jobkit.checkpoint.checkpointer import Pending
 from jobkit.errors import Stopped, UsageError
-from jobkit.group import RankGroup
 from jobkit.log import log
 from jobkit.run.records import InterruptionKind
-from jobkit.run.slots import Phase
+from jobkit.wire.group import RankGroup
+from jobkit.wire.pages import Phase
+from jobkit.wire.signals import take_stop_signals_again
 from jobkit.worker.checkpoints import Boundary, Checkpoints
 from jobkit.worker.decide import Decision, Wish, decide
 from jobkit.worker.health import Health, NotFinite
 from jobkit.worker.own_time import OwnTime
 from jobkit.worker.rank import Rank
 from jobkit.worker.reporter import Reporter, as_number
-from jobkit.worker.signals import take_stop_signals_again
 from jobkit.worker.timing import Timing
 from jobkit.worker.trace import Trace
 from jobkit.worker.tracked import Tracked

@@ -19,7 +19,7 @@ from jobkit.errors import LostLease
 from jobkit.run import records
 from jobkit.run.records import Progress
 from jobkit.run.rundir import RunDir
-from jobkit.run.slots import Page, Phase
+from jobkit.wire.pages import Page, Phase
 
 
 @dataclass(eq=False)

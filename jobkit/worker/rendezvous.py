@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from jobkit.config.schema import Resources
 from jobkit.errors import DistributedError
 from jobkit.run.rundir import RunDir
-from jobkit.supervisor.protocol import RankPlace, Start
+from jobkit.wire.messages import RankPlace, Start
 
 PORTS = range(20000, 32768)
 """Below the range from which systems take ports for outgoing connections: such a one could take it at any moment."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 import xxhash
 
-from jobkit.run.slots import Page
+from jobkit.wire.pages import Page
 
 TIMES = "perf/"
 """Values under this name measure time, and are left out."""

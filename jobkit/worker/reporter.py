@@ -26,7 +26,7 @@ from jobkit.log import log
 from jobkit.mirror import Mirror, services
 from jobkit.run import metrics
 from jobkit.run.metrics import EventFile, Position
-from jobkit.run.slots import Phase
+from jobkit.wire.pages import Phase
 from jobkit.worker.rank import Rank
 from jobkit.worker.repeated_steps import Repeats
 

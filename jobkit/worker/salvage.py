@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from jobkit.log import configure, log
 from jobkit.run.rundir import RunDir
-from jobkit.run.slots import Phase, slots_of
+from jobkit.wire.pages import Phase, slots_of
 from jobkit.worker.forked import run_and_end
 from jobkit.worker.rank import Rank
 
@@ -25,7 +25,7 @@ def run_salvage(run: RunDir) -> NoReturn:
         # Here: the agent of a `command:` has not imported torch.
         from jobkit.checkpoint.salvage import save_newest
         from jobkit.checkpoint.store import Store
-        from jobkit.group import RankGroup
+        from jobkit.wire.group import RankGroup
         from jobkit.worker.join import form_group
 
         rank = Rank.of_environment(run)

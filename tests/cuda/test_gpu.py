@@ -21,7 +21,7 @@ from jobkit.checkpoint.live import Entry
 from jobkit.checkpoint.memory import Slot
 from jobkit.checkpoint.shard import parse_header
 from jobkit.checkpoint.staging import Place, Stager
-from jobkit.group import RankGroup
+from jobkit.wire.group import RankGroup
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 

@@ -17,7 +17,7 @@ import torch
 
 import jobkit
 from jobkit.checkpoint.memory import Slot
-from jobkit.run.slots import slots_of
+from jobkit.wire.pages import slots_of
 
 FAULT, USED = Path("fault").absolute(), Path("fault.used").absolute()
 

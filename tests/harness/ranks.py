@@ -21,11 +21,11 @@ import torch._dynamo  # here, so that forked ranks have it: their first optimize
 import torch.distributed as dist
 
 from jobkit.config.schema import Config
-from jobkit.group import RankGroup
 from jobkit.run import records
 from jobkit.run.records import Lease
 from jobkit.run.rundir import RunDir
-from jobkit.run.slots import Page
+from jobkit.wire.group import RankGroup
+from jobkit.wire.pages import Page
 from jobkit.worker.context import Context
 from jobkit.worker.join import Joined
 from jobkit.worker.rank import Rank

@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 from jobkit.run.journal import read_status
 from jobkit.run.records import Ended
 from jobkit.run.rundir import RunDir
-from jobkit.run.slots import Page
 from jobkit.run.status import Status
+from jobkit.wire.pages import Page
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from jobkit.errors import Stopped
-from jobkit.run.slots import Phase
+from jobkit.wire.pages import Phase
 from jobkit.worker.rank import Rank
 
 

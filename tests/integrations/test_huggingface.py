@@ -23,12 +23,12 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from jobkit.config.schema import CheckpointConfig, Config
 from jobkit.errors import Stopped, UsageError
-from jobkit.group import RankGroup
 from jobkit.huggingface import JobkitCallback
 from jobkit.run import records
 from jobkit.run.records import Drill, Interruption
 from jobkit.verify.compare import course_of, first_difference, read_trace, seen
 from jobkit.verify.plan import interruptions
+from jobkit.wire.group import RankGroup
 from jobkit.worker.context import Context
 from jobkit.worker.join import Joined
 

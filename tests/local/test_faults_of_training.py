@@ -12,7 +12,7 @@ from harness.runs import Launch, Project, wait_until
 from harness.small_disk import SmallDisk
 from harness.training import points
 
-from jobkit.run.slots import Phase
+from jobkit.wire.pages import Phase
 
 TASK = """\
 import signal

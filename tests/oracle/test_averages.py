@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 import jobkit
-from jobkit.group import RankGroup
+from jobkit.wire.group import RankGroup
 
 ADAM = {"lr": 0.02, "weight_decay": 0.1}
 DECAY, STEPS = 0.3, 6

@@ -12,7 +12,7 @@ from harness.ranks import make_context, run_ranks
 from oracle import plain, under_ctx
 from oracle.under_ctx import differences
 
-from jobkit.group import RankGroup
+from jobkit.wire.group import RankGroup
 
 ROUNDED = 1e-6
 """Where the same numbers are added up in another order, or a norm is squared and its root taken."""

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from jobkit.config.schema import CheckpointConfig
 from jobkit.errors import Stopped
-from jobkit.group import RankGroup
+from jobkit.wire.group import RankGroup
 from jobkit.worker.context import Context
 
 STEPS, SIZE = 9, 12

@@ -20,8 +20,8 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.optim.swa_utils import AveragedModel
 
 from jobkit.config.schema import CheckpointConfig
-from jobkit.group import RankGroup
 from jobkit.log import log
+from jobkit.wire.group import RankGroup
 
 STEPS, SIZE, KILLED = 6, 12, 5
 """The kill comes between the two batches of an update that accumulates them; the next step would hide other buffers."""

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from jobkit.config.schema import CheckpointConfig
-from jobkit.group import RankGroup
 from jobkit.train.seeds import derive_seed
+from jobkit.wire.group import RankGroup
 
 N = 297
 X = torch.rand(N, 3, generator=torch.Generator().manual_seed(0))

@@ -13,7 +13,7 @@ from oracle import plain, under_ctx
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from jobkit.group import RankGroup
+from jobkit.wire.group import RankGroup
 
 LENGTH = 24
 

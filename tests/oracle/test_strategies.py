@@ -14,7 +14,7 @@ from oracle import plain, under_ctx
 from oracle.under_ctx import difference, differences
 
 from jobkit.config.schema import CheckpointConfig
-from jobkit.group import RankGroup
+from jobkit.wire.group import RankGroup
 
 LONG = 13
 """PowerSGD sends whole gradients in its first ten steps."""

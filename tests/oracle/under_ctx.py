@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from jobkit.config.schema import CheckpointConfig, CommConfig, Config, ParallelConfig
-from jobkit.group import RankGroup
+from jobkit.wire.group import RankGroup
 
 OFF = CheckpointConfig(every="off", memory="off")
 

@@ -20,7 +20,7 @@ from jobkit.checkpoint.live import Entry
 from jobkit.checkpoint.memory import RECORD
 from jobkit.checkpoint.staging import Place
 from jobkit.errors import CheckpointError, UsageError
-from jobkit.group import RankGroup
+from jobkit.wire.group import RankGroup
 
 
 class Own:

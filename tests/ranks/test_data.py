@@ -32,11 +32,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from tqdm import tqdm
 
 from jobkit.errors import Stopped, UsageError
-from jobkit.group import RankGroup
 from jobkit.log import log
 from jobkit.train.foreign_loader import Pass
 from jobkit.train.loader import Loader
 from jobkit.train.trial import is_exact
+from jobkit.wire.group import RankGroup
 
 LENGTH = 22
 

@@ -10,7 +10,7 @@ from harness.ranks import make_context, run_ranks
 from torch import nn
 
 from jobkit.config.schema import CheckpointConfig, Config
-from jobkit.group import RankGroup
+from jobkit.wire.group import RankGroup
 from jobkit.worker.ending import run_recorded
 
 CONFIG = Config(name="test", task="module:function", checkpoint=CheckpointConfig(every=2, memory="off", keep=1))

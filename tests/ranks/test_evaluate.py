@@ -16,10 +16,10 @@ from torch.utils.data import Dataset, TensorDataset
 
 from jobkit.config.schema import Config
 from jobkit.errors import Stopped
-from jobkit.group import RankGroup
 from jobkit.train.optim import EmaAdamW
 from jobkit.train.seeds import generator_state
 from jobkit.train.spread import independent_forwards
+from jobkit.wire.group import RankGroup
 
 X = torch.rand(23, 3, generator=torch.Generator().manual_seed(0))
 

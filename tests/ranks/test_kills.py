@@ -20,7 +20,7 @@ from jobkit.checkpoint.live import Entry
 from jobkit.checkpoint.salvage import save_newest
 from jobkit.checkpoint.staging import Place
 from jobkit.checkpoint.store import Store
-from jobkit.group import RankGroup
+from jobkit.wire.group import RankGroup
 
 STRIDE = int(os.environ.get("JOBKIT_KILL_STRIDE", "9"))
 """Every so many calls of C functions a process is killed; 1 is each of them."""

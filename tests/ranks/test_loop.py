@@ -17,12 +17,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from jobkit.config.schema import BestConfig, CheckpointConfig, Config
 from jobkit.errors import Stopped, UsageError
-from jobkit.group import RankGroup
 from jobkit.run import records
 from jobkit.run.records import Drill
 from jobkit.run.rundir import RunDir
-from jobkit.run.slots import Phase
 from jobkit.verify.compare import read_trace
+from jobkit.wire.group import RankGroup
+from jobkit.wire.pages import Phase
 from jobkit.worker.health import NotFinite
 
 SAVES = CheckpointConfig(every=4, memory="off", best=BestConfig(metric="error", mode="min"))

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from jobkit.group import RankGroup
+from jobkit.wire.group import RankGroup
 from jobkit.worker.own_time import WINDOW, OwnTime
 
 

@@ -30,10 +30,10 @@ import jobkit.train.zero1  # here, so that forked ranks have them
 from jobkit.checkpoint.export import whole_weights
 from jobkit.config.schema import CheckpointConfig, CommConfig, Config, ParallelConfig
 from jobkit.errors import UsageError
-from jobkit.group import RankGroup
 from jobkit.run import records
 from jobkit.run.records import Lease
-from jobkit.run.slots import SLOTS_VARIABLE
+from jobkit.wire.group import RankGroup
+from jobkit.wire.pages import SLOTS_VARIABLE
 from jobkit.worker.context import Context
 from jobkit.worker.join import Joined
 

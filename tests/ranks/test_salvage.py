@@ -19,7 +19,7 @@ from jobkit.checkpoint.salvage import save_newest
 from jobkit.checkpoint.staging import Place
 from jobkit.checkpoint.store import Store
 from jobkit.errors import LostLease
-from jobkit.group import RankError, RankGroup
+from jobkit.wire.group import RankError, RankGroup
 
 SIZE = 3 << 19
 """Elements of a tensor that three ranks divide: each has several blocks of 4 MiB, and not a whole number of them."""

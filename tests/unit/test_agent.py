@@ -22,7 +22,7 @@ from jobkit.run import records
 from jobkit.run.records import Contact, Lease
 from jobkit.run.rundir import RunDir
 from jobkit.supervisor.devices import Devices
-from jobkit.supervisor.protocol import (
+from jobkit.wire.messages import (
     Ack,
     Exited,
     Hello,
@@ -50,7 +50,7 @@ TASK = """
 import os, signal, subprocess, time
 from jobkit.errors import Stopped
 from jobkit.mirror import Mirror
-from jobkit.run.slots import Phase
+from jobkit.wire.pages import Phase
 
 def train(rank):
     for step in range(rank.params["steps"]):

@@ -16,7 +16,9 @@ from jobkit.run.rundir import RunDir
 from jobkit.supervisor import agents as module
 from jobkit.supervisor.agents import Agents, Lost
 from jobkit.supervisor.allocation import Allocation, Look
-from jobkit.supervisor.protocol import (
+from jobkit.supervisor.starter import READY_SECONDS, Starter
+from jobkit.supervisor.tenure import Me, Tenure
+from jobkit.wire.messages import (
     Ack,
     Exited,
     Hello,
@@ -32,8 +34,6 @@ from jobkit.supervisor.protocol import (
     Welcome,
     encode,
 )
-from jobkit.supervisor.starter import READY_SECONDS, Starter
-from jobkit.supervisor.tenure import Me, Tenure
 
 PLACES = [RankPlace(rank=0, local_rank=0, local_world_size=1, node=0)]
 

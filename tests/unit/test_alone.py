@@ -16,7 +16,7 @@ from jobkit.run import records
 from jobkit.run.records import Lease
 from jobkit.run.rundir import RunDir
 from jobkit.slurm import jobs
-from jobkit.supervisor.protocol import Hello, Start
+from jobkit.wire.messages import Hello, Start
 from jobkit.worker import alone
 from jobkit.worker.alone import Alone
 

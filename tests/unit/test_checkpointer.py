@@ -21,11 +21,11 @@ from jobkit.checkpoint.live import Entry
 from jobkit.checkpoint.memory import RECORD
 from jobkit.checkpoint.staging import Place
 from jobkit.errors import CheckpointError, JobkitError, LostLease
-from jobkit.group import RankGroup
 from jobkit.run import records
 from jobkit.run.records import Lease
-from jobkit.run.slots import Page
 from jobkit.train.optim import EmaAdamW
+from jobkit.wire.group import RankGroup
+from jobkit.wire.pages import Page
 
 
 def make(folder: Path, attempt: int = 1, keep: int = 2, mode: Any = "min") -> Checkpointer:

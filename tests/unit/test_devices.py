@@ -16,7 +16,7 @@ from jobkit.errors import InputError
 from jobkit.run.rundir import RunDir
 from jobkit.supervisor import devices
 from jobkit.supervisor.devices import Devices
-from jobkit.supervisor.protocol import RankPlace
+from jobkit.wire.messages import RankPlace
 
 Make = Callable[..., Devices]
 

@@ -10,7 +10,7 @@ import pytest
 
 from jobkit.run.records import Began, Cause, End
 from jobkit.supervisor.diagnosis import Facts, FailedSetup, LostNode, Traces, Verdict, diagnose, is_failure, last_words
-from jobkit.supervisor.protocol import Exited, Silent
+from jobkit.wire.messages import Exited, Silent
 
 GIB = 2**30
 

@@ -25,8 +25,8 @@ from jobkit.errors import (
     UsageError,
 )
 from jobkit.run.rundir import RunDir
-from jobkit.run.slots import Page, Phase
 from jobkit.weather import place_of
+from jobkit.wire.pages import Page, Phase
 from jobkit.worker.ending import MAX_TRACEBACK, run_recorded
 from jobkit.worker.health import NotFinite
 from jobkit.worker.rank import Rank

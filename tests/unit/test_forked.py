@@ -14,14 +14,14 @@ from harness.runs import wait_until
 
 from jobkit.config.schema import Resources
 from jobkit.run.rundir import RunDir
-from jobkit.run.slots import Page, Phase
-from jobkit.supervisor.protocol import RankPlace, Start
+from jobkit.wire.messages import RankPlace, Start
+from jobkit.wire.pages import Page, Phase
+from jobkit.wire.signals import take_stop_signals
 from jobkit.worker import processes
 from jobkit.worker.children import send
 from jobkit.worker.cpus import share_of
 from jobkit.worker.forked import become_rank, run_and_end
 from jobkit.worker.rendezvous import environment_of
-from jobkit.worker.signals import take_stop_signals
 
 PLACE = RankPlace(rank=5, local_rank=1, local_world_size=4, node=1)
 START = Start(attempt=3, ranks=[PLACE], world_size=8, nodes=2, master_addr="10.0.0.1", master_port=29999)

@@ -29,7 +29,6 @@ LEVELS = {
     "usage": 5,
     "display": 5,
     "wire": 4,
-    "group": 4,
     "run": 3,
     "config": 2,
     "slurm": 2,
@@ -108,7 +107,7 @@ LAUNCH_HALF = {
 
 
 def test_the_launch_half_imports_neither_torch_nor_what_imports_it() -> None:
-    of_ranks = ("torch.", "jobkit.checkpoint.", "jobkit.train.", "jobkit.group.")
+    of_ranks = ("torch.", "jobkit.checkpoint.", "jobkit.train.", "jobkit.wire.group.")
     assert {
         file for file, part, module in imports() if part in LAUNCH_HALF and f"{module}.".startswith(of_ranks)
     } == set()

@@ -18,7 +18,7 @@ from jobkit.errors import UsageError
 from jobkit.run import metrics
 from jobkit.run.metrics import EventFile
 from jobkit.run.records import Progress
-from jobkit.run.slots import NOTES, Kept, Page, Phase, page_before
+from jobkit.wire.pages import NOTES, Kept, Page, Phase, page_before
 from jobkit.worker.health import Health
 from jobkit.worker.repeated_steps import Repeats, hash_of
 from jobkit.worker.reporter import Reporter
@@ -211,7 +211,7 @@ def test_steps_between_frequent_evaluations_have_a_speed(monkeypatch: pytest.Mon
 
 def test_only_from_step_to_step_it_is_a_step_that_took_long(monkeypatch: pytest.MonkeyPatch) -> None:
     page, times = Page.create(), iter([0.0, 2.0, 2.0, 600.0])
-    monkeypatch.setattr("jobkit.run.slots.time.monotonic", lambda: next(times))
+    monkeypatch.setattr("jobkit.wire.pages.time.monotonic", lambda: next(times))
     for phase in (Phase.STEPPING, Phase.STEPPING, Phase.ENDING, Phase.STEPPING):
         page.beat(1, phase, 3)
     assert page.read().slowest == 2.0

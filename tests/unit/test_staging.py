@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from jobkit.checkpoint.live import Entry, names_of, walker_of
 from jobkit.checkpoint.shard import BLOCK, parse_header, sums_of, write_shard
 from jobkit.checkpoint.staging import PAGE, Place, Stager, divide
-from jobkit.group import RankGroup
+from jobkit.wire.group import RankGroup
 from jobkit.worker.tracked import PendingGradients
 
 

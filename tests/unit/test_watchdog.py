@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from jobkit.run.slots import Beat, Phase
 from jobkit.supervisor.watchdog import LEAST_SECONDS, OUTSIDE_LOOP_SECONDS, Watch, limit, silence_of
+from jobkit.wire.pages import Beat, Phase
 
 
 def beat(phase: Phase = Phase.STEPPING, slowest: float = 1.0, beats: int = 5) -> Beat:

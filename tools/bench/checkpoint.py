@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from jobkit.checkpoint.checkpointer import Checkpointer
 from jobkit.checkpoint.live import Entry
 from jobkit.checkpoint.staging import Place
-from jobkit.group import RankGroup
+from jobkit.wire.group import RankGroup
 
 STATES = {"512 MB": [(8 << 20,)] * 16, "10,000 small": [(1024,)] * 10_000}
 if QUICK:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from jobkit.errors import EXIT_RESUMABLE
-from jobkit.run.slots import Page, Phase
+from jobkit.wire.pages import Page, Phase
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 """Slurm sends SIGTERM for a preemption and a scancel; SIGUSR2 where a cluster has preempt_send_user_signal."""

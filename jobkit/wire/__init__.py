@@ -1,0 +1,1 @@
+"""What processes say to each other: messages, pages in shared memory, signals, groups of ranks. No decisions."""
