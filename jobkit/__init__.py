@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jobkit.checkpoint.export import OpenedRun as OpenedRun
     from jobkit.checkpoint.export import open_run as open_run
+    from jobkit.data.seeds import derive_seed as derive_seed
     from jobkit.errors import UsageError as UsageError
     from jobkit.train import optim as optim
     from jobkit.train import schedule as schedule
     from jobkit.train.pipeline import Blocks as Blocks
-    from jobkit.train.seeds import derive_seed as derive_seed
     from jobkit.worker.context import Context as Context
     from jobkit.worker.script import init as init
     from jobkit.worker.values import attributes as attributes
@@ -26,7 +26,7 @@ _LAZY = {
     "OpenedRun": "jobkit.checkpoint.export",
     "UsageError": "jobkit.errors",
     "attributes": "jobkit.worker.values",
-    "derive_seed": "jobkit.train.seeds",
+    "derive_seed": "jobkit.data.seeds",
     "init": "jobkit.worker.script",
     "open_run": "jobkit.checkpoint.export",
 }

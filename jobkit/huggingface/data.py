@@ -4,7 +4,7 @@
 
 Trainer itself skips the batches that are done. By default a random augmentation, or the masks of a collator, come from
 the training's own generators, and a batch is loaded one step ahead of its step: these draws differ after a restart.
-callback.py calls this; train/foreign_loader.py has the parts.
+callback.py calls this; data/foreign_loader.py has the parts.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from jobkit.train.batch import as_it_is
-from jobkit.train.foreign_loader import Places, SeededDataset
-from jobkit.train.seeds import derive_seed
-from jobkit.train.workers import WorkerInit, fork_workers
+from jobkit.data.batch import as_it_is
+from jobkit.data.foreign_loader import Places, SeededDataset
+from jobkit.data.seeds import derive_seed
+from jobkit.data.workers import WorkerInit, fork_workers
 
 AHEAD = 256
 """Batches whose order is read at a time: Trainer skips the done ones one by one."""

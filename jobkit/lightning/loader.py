@@ -1,6 +1,6 @@
 """A training loader of the script's own, as the Trainer iterates over it: each pass knows its place.
 
-    Trainer --iter--> ResumableLoader --> Iteration --next--> Pass (train/foreign_loader.py) --> the script's loader
+    Trainer --iter--> ResumableLoader --> Iteration --next--> Pass (data/foreign_loader.py) --> the script's loader
 
 callback.py wraps the training's loaders with it; state.py saves and restores the place.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jobkit.train.foreign_loader import Pass, draw_base
+from jobkit.data.foreign_loader import Pass, draw_base
 
 
 class ResumableLoader:

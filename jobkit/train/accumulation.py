@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from jobkit.data.batch import batch_size, check_can_be_cut, cut
 from jobkit.errors import UsageError
-from jobkit.train.batch import batch_size, check_can_be_cut, cut
 
 Loss = Callable[..., Tensor]
 """`loss(output, target)`: the mean over a micro-batch's samples, a scalar."""

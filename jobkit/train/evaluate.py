@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
-from jobkit.train.batch import as_it_is, to_device
-from jobkit.train.seeds import derive_seed, preserved_generators, seed_cpu_generators, seed_generators
-from jobkit.train.workers import WorkerInit, fork_workers, outside_is_said
+from jobkit.data.batch import as_it_is, to_device
+from jobkit.data.seeds import derive_seed, preserved_generators, seed_cpu_generators, seed_generators
+from jobkit.data.workers import WorkerInit, fork_workers, outside_is_said
 
 PerSample = Callable[[Any, Tensor], Any]
 """`function(batch, ids)` returns a value for each sample of a batch, [n], or a dict of such; `ids` are int64 [n]."""

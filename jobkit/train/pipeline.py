@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
+from jobkit.data.batch import batch_size, check_can_be_cut, cut
+from jobkit.data.seeds import derive_seed, preserved_generators, seed_generators
 from jobkit.errors import UsageError
 from jobkit.train.accumulation import Loss, call
-from jobkit.train.batch import batch_size, check_can_be_cut, cut
-from jobkit.train.seeds import derive_seed, preserved_generators, seed_generators
 
 OLDEST_TORCH = "2.13"
 """Stages of torch before it break off where a block passes whole numbers on, or has nothing to train."""

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from jobkit.config.schema import Config
+from jobkit.data.batch import batch_size
+from jobkit.data.loader import Loader
+from jobkit.data.order import share_of
+from jobkit.data.seeds import preserved_generators
 from jobkit.errors import UsageError
 from jobkit.train.accumulation import Loss, backward
-from jobkit.train.batch import batch_size
 from jobkit.train.devices import AUTOCAST
 from jobkit.train.gradients import LossScaler, clip_gradients, scale_gradients
-from jobkit.train.loader import Loader
-from jobkit.train.order import share_of
-from jobkit.train.seeds import preserved_generators
 from jobkit.train.spread import Spread
 
 

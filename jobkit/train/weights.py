@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from jobkit.data.seeds import derive_seed, preserved_generators, seed_generators
 from jobkit.errors import UsageError
-from jobkit.train.seeds import derive_seed, preserved_generators, seed_generators
 from jobkit.wire.group import RankGroup
 
 

@@ -25,12 +25,12 @@ from jobkit.checkpoint.disks import disks_of
 from jobkit.checkpoint.export import write_final
 from jobkit.checkpoint.sources import Source
 from jobkit.checkpoint.staging import Place
+from jobkit.data.loader import Loader
+from jobkit.data.seeds import derive_seed, seed_generators
 from jobkit.errors import CheckpointError, JobkitError, Stopped, UsageError
 from jobkit.run.files import is_there
 from jobkit.run.records import Start
 from jobkit.train.devices import devices_of
-from jobkit.train.loader import Loader
-from jobkit.train.seeds import derive_seed, seed_generators
 from jobkit.train.sharding import UnexchangedGradients
 from jobkit.train.spread import Spread
 from jobkit.train.step import Step, evaluating

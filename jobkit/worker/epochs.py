@@ -16,11 +16,11 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from jobkit.data.foreign_loader import Form, Pass, draw_base, form_of, generators_of
+from jobkit.data.loader import Loader
+from jobkit.data.seeds import generator_state, load_generator_state
 from jobkit.errors import UsageError
 from jobkit.log import log
-from jobkit.train.foreign_loader import Form, Pass, draw_base, form_of, generators_of
-from jobkit.train.loader import Loader
-from jobkit.train.seeds import generator_state, load_generator_state
 from jobkit.worker.checkpoints import Boundary
 from jobkit.worker.loop import Loop
 from jobkit.worker.tracked import Tracked

@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 from jobkit.checkpoint.digests import leaf_digests, plain_leaves, storage_of, tensor_digests
 from jobkit.checkpoint.live import Live, plain_module
 from jobkit.checkpoint.tree import flatten
+from jobkit.data.loader import Loader
 from jobkit.errors import CheckpointError
 from jobkit.run.records import About
-from jobkit.train.loader import Loader
 from jobkit.worker.checkpoints import Boundary
 from jobkit.worker.rank import Rank
 from jobkit.worker.tracked import OWN, Tracked

@@ -26,12 +26,12 @@ from jobkit.checkpoint.live import Entry, plain_module
 from jobkit.checkpoint.replicas import check_replicas
 from jobkit.checkpoint.staging import check_kind
 from jobkit.checkpoint.tree import flatten
+from jobkit.data.loader import Loader
+from jobkit.data.seeds import derive_seed, generator_state, load_generator_state, seed_generators, seeds_since
 from jobkit.errors import CheckpointError, UsageError
 from jobkit.log import log
 from jobkit.run import records
 from jobkit.run.records import Seeds
-from jobkit.train.loader import Loader
-from jobkit.train.seeds import derive_seed, generator_state, load_generator_state, seed_generators, seeds_since
 from jobkit.wire.group import RankGroup
 from jobkit.worker.given import Given
 from jobkit.worker.rank import Rank

@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from jobkit.train.foreign_loader import Pass
-from jobkit.train.loader import Loader
+from jobkit.data.foreign_loader import Pass
+from jobkit.data.loader import Loader
 
 datasets = pytest.importorskip("datasets")
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from jobkit.config.schema import CheckpointConfig
-from jobkit.train.seeds import derive_seed
+from jobkit.data.seeds import derive_seed
 from jobkit.wire.group import RankGroup
 
 N = 297

@@ -31,11 +31,11 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 from tqdm import tqdm
 
+from jobkit.data.foreign_loader import Pass
+from jobkit.data.loader import Loader
+from jobkit.data.trial import is_exact
 from jobkit.errors import Stopped, UsageError
 from jobkit.log import log
-from jobkit.train.foreign_loader import Pass
-from jobkit.train.loader import Loader
-from jobkit.train.trial import is_exact
 from jobkit.wire.group import RankGroup
 
 LENGTH = 22
@@ -374,7 +374,7 @@ def test_a_pass_over_kept_workers_has_its_own_order_and_draws() -> None:
 
 
 def test_torchdatas_loader_of_a_stream_is_exact_through_a_restart_at_every_batch() -> None:
-    from jobkit.train.foreign_loader import Pass
+    from jobkit.data.foreign_loader import Pass
 
     whole = [batch.tolist() for batch in Pass(StatefulDataLoader(Stream(), 3, num_workers=2), 1)]
     state, seen = None, []
@@ -387,7 +387,7 @@ def test_torchdatas_loader_of_a_stream_is_exact_through_a_restart_at_every_batch
 
 
 def test_a_stream_with_a_state_is_not_read_again() -> None:
-    from jobkit.train.foreign_loader import Pass
+    from jobkit.data.foreign_loader import Pass
 
     for make in (DataLoader, StatefulDataLoader):
         stream = Resumable()
@@ -400,7 +400,7 @@ def test_a_stream_with_a_state_is_not_read_again() -> None:
 
 
 def test_a_stream_whose_state_is_not_exact_is_read_again_and_said_so(heard: pytest.LogCaptureFixture) -> None:
-    from jobkit.train.foreign_loader import Pass
+    from jobkit.data.foreign_loader import Pass
 
     for kind, read in ((Resumable, 4), (Buffered, 13)):
         part = Pass(DataLoader(kind(), batch_size=4), 1)
@@ -472,7 +472,7 @@ def test_a_trial_shares_what_is_large_draws_nothing_and_takes_what_cannot_be_cop
 
 @pytest.mark.parametrize("data", [list(range(LENGTH)), Resumable()], ids=["samples", "stream"])
 def test_what_the_script_asks_of_torchdatas_loader_changes_no_pass(data: Any) -> None:
-    from jobkit.train.foreign_loader import Pass
+    from jobkit.data.foreign_loader import Pass
 
     loader = StatefulDataLoader(data, 4)
     whole = [batch.tolist() for batch in Pass(StatefulDataLoader(data, 4), 1)]

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from jobkit.config.schema import Config
+from jobkit.data.seeds import generator_state
 from jobkit.errors import Stopped
 from jobkit.train.optim import EmaAdamW
-from jobkit.train.seeds import generator_state
 from jobkit.train.spread import independent_forwards
 from jobkit.wire.group import RankGroup
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from jobkit.config.schema import CheckpointConfig, CommConfig, Config, ParallelConfig
+from jobkit.data.seeds import generator_state
 from jobkit.errors import DistributedError, UsageError
 from jobkit.train import sharding
 from jobkit.train.devices import choose_device, group_backend
 from jobkit.train.pipeline import OLDEST_TORCH
-from jobkit.train.seeds import generator_state
 from jobkit.train.spread import Spread
 from jobkit.train.step import Step
 from jobkit.wire.group import RankGroup

@@ -24,13 +24,13 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from jobkit.data.foreign_loader import Pass, length_of
+from jobkit.data.loader import Loader
+from jobkit.data.order import feistel, permuted
+from jobkit.data.seeds import generator_state, load_generator_state, preserved_generators, seed_generators
+from jobkit.data.workers import fork_workers
 from jobkit.errors import UsageError
 from jobkit.train.evaluate import Batches
-from jobkit.train.foreign_loader import Pass, length_of
-from jobkit.train.loader import Loader
-from jobkit.train.order import feistel, permuted
-from jobkit.train.seeds import generator_state, load_generator_state, preserved_generators, seed_generators
-from jobkit.train.workers import fork_workers
 from jobkit.worker.tracked import Generators
 
 

@@ -20,8 +20,8 @@ import torch
 import xxhash
 from torch.utils._pytree import tree_leaves
 
+from jobkit.data.seeds import preserved_generators
 from jobkit.log import log
-from jobkit.train.seeds import preserved_generators
 
 LARGE_BYTES = 2**20
 """Arrays of so many bytes are data and no place in them: the copy shares them. They may be files mapped to memory."""

@@ -18,19 +18,19 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
-from jobkit.errors import UsageError, nearest
-from jobkit.log import log
-from jobkit.train.batch import as_it_is, to_device
-from jobkit.train.order import SampleOrder
-from jobkit.train.seeds import (
+from jobkit.data.batch import as_it_is, to_device
+from jobkit.data.order import SampleOrder
+from jobkit.data.seeds import (
     derive_seed,
     preserved_but_in_worker,
     preserved_generators,
     sample_seeds,
     seed_cpu_generators,
 )
-from jobkit.train.streams import Stream, is_stream
-from jobkit.train.workers import WorkerInit, fork_workers, outside_is_said
+from jobkit.data.streams import Stream, is_stream
+from jobkit.data.workers import WorkerInit, fork_workers, outside_is_said
+from jobkit.errors import UsageError, nearest
+from jobkit.log import log
 
 AHEAD = 256
 """Samples whose order is computed at once."""

@@ -36,10 +36,8 @@ from torch.utils.data import (
 )
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from jobkit.errors import UsageError
-from jobkit.log import log
-from jobkit.train.batch import as_it_is
-from jobkit.train.seeds import (
+from jobkit.data.batch import as_it_is
+from jobkit.data.seeds import (
     derive_seed,
     generator_state,
     load_generator_state,
@@ -47,8 +45,10 @@ from jobkit.train.seeds import (
     preserved_generators,
     seed_cpu_generators,
 )
-from jobkit.train.trial import copied, digest, has_state, is_exact
-from jobkit.train.workers import WorkerInit, fork_workers, outside_is_said
+from jobkit.data.trial import copied, digest, has_state, is_exact
+from jobkit.data.workers import WorkerInit, fork_workers, outside_is_said
+from jobkit.errors import UsageError
+from jobkit.log import log
 
 PLAIN_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 """Samplers that do not look at what the loop does meanwhile, so that their items may be read ahead."""

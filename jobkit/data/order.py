@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from jobkit.data.seeds import derive_seed, mixed
 from jobkit.errors import UsageError
-from jobkit.train.seeds import derive_seed, mixed
 
 Numbers = NDArray[np.uint64]
 

@@ -21,11 +21,11 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker as workers_module
 
+from jobkit.data.order import share_of
+from jobkit.data.seeds import derive_seed, seed_cpu_generators
+from jobkit.data.trial import digest, has_state, is_exact
+from jobkit.data.workers import outside_is_said
 from jobkit.errors import UsageError
-from jobkit.train.order import share_of
-from jobkit.train.seeds import derive_seed, seed_cpu_generators
-from jobkit.train.trial import digest, has_state, is_exact
-from jobkit.train.workers import outside_is_said
 
 MOST_PARTS = 64
 """Parts of a stream that are open at once."""
