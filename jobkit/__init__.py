@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from jobkit.checkpoint.export import open_run as open_run
     from jobkit.data.seeds import derive_seed as derive_seed
     from jobkit.errors import UsageError as UsageError
+    from jobkit.parallel.pipeline import Blocks as Blocks
     from jobkit.train import optim as optim
     from jobkit.train import schedule as schedule
-    from jobkit.train.pipeline import Blocks as Blocks
     from jobkit.worker.context import Context as Context
     from jobkit.worker.script import init as init
     from jobkit.worker.values import attributes as attributes
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __version__ = "0.3.0"
 
 _LAZY = {
-    "Blocks": "jobkit.train.pipeline",
+    "Blocks": "jobkit.parallel.pipeline",
     "Context": "jobkit.worker.context",
     "OpenedRun": "jobkit.checkpoint.export",
     "UsageError": "jobkit.errors",

@@ -86,7 +86,7 @@ API = {
         ("checkpoint/export.py", "open_run"),
     ],
     "open_run(path)": [("checkpoint/export.py", name) for name in ("config", "params", "result", "weights")],
-    "jobkit ": [("train/pipeline.py", "Blocks"), ("data/seeds.py", "derive_seed")],
+    "jobkit ": [("parallel/pipeline.py", "Blocks"), ("data/seeds.py", "derive_seed")],
     "jobkit.optim": [("train/optim.py", "EmaAdamW")],
     "jobkit.schedule": [("train/schedule.py", name) for name in ("constant", "linear", "cosine", "schedule")],
     "jobkit.huggingface": [("huggingface/callback.py", "JobkitCallback")],

@@ -3,7 +3,7 @@
     config.parallel, world size --factor--> Layout(pipeline, replicas, shards, tensor)
 
 The submission checks a YAML by `check`, the supervisor asks on how many nodes the ranks fit, and each rank makes its
-meshes from the Layout (train/spread.py).
+meshes from the Layout (parallel/parallelizer.py).
 """
 
 from __future__ import annotations

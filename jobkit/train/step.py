@@ -21,10 +21,10 @@ from jobkit.data.loader import Loader
 from jobkit.data.order import share_of
 from jobkit.data.seeds import preserved_generators
 from jobkit.errors import UsageError
-from jobkit.train.accumulation import Loss, backward
-from jobkit.train.devices import AUTOCAST
-from jobkit.train.gradients import LossScaler, clip_gradients, scale_gradients
-from jobkit.train.spread import Spread
+from jobkit.parallel.accumulation import Loss, backward
+from jobkit.parallel.devices import AUTOCAST
+from jobkit.parallel.gradients import LossScaler, clip_gradients, scale_gradients
+from jobkit.parallel.parallelizer import Spread
 
 
 class Step:

@@ -28,11 +28,11 @@ from jobkit.checkpoint.staging import Place
 from jobkit.data.loader import Loader
 from jobkit.data.seeds import derive_seed, seed_generators
 from jobkit.errors import CheckpointError, JobkitError, Stopped, UsageError
+from jobkit.parallel.devices import devices_of
+from jobkit.parallel.fsdp import UnexchangedGradients
+from jobkit.parallel.parallelizer import Spread
 from jobkit.run.files import is_there
 from jobkit.run.records import Start
-from jobkit.train.devices import devices_of
-from jobkit.train.sharding import UnexchangedGradients
-from jobkit.train.spread import Spread
 from jobkit.train.step import Step, evaluating
 from jobkit.wire.pages import Phase, page_before, slots_of
 from jobkit.worker.calls import with_fitting_methods

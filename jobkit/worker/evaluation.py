@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from jobkit.errors import UsageError
+from jobkit.parallel.parallelizer import Spread, independent_forwards
 from jobkit.run.files import write_atomic, write_json
 from jobkit.train.evaluate import Batches, HandOut, PerSample, Rounds, as_values, computed, in_order, mean
-from jobkit.train.spread import Spread, independent_forwards
 from jobkit.worker.loop import Loop
 from jobkit.worker.rank import Rank
 from jobkit.worker.reporter import Reporter

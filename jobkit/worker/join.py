@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from jobkit.addresses import interface_towards
 from jobkit.errors import DistributedError, UsageError
-from jobkit.train.devices import check_precision, choose_device, group_backend, set_determinism
+from jobkit.parallel.devices import check_precision, choose_device, group_backend, set_determinism
 from jobkit.wire.group import RankGroup
 from jobkit.worker.rank import Rank
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from jobkit.data.loader import Loader
-from jobkit.train.devices import peak_memory
+from jobkit.parallel.devices import peak_memory
 from jobkit.worker.reporter import Reporter
 
 SECONDS = 1.0

@@ -17,10 +17,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from jobkit.config.schema import CheckpointConfig, CommConfig, Config, ParallelConfig
 from jobkit.data.seeds import generator_state
 from jobkit.errors import DistributedError, UsageError
-from jobkit.train import sharding
-from jobkit.train.devices import choose_device, group_backend
-from jobkit.train.pipeline import OLDEST_TORCH
-from jobkit.train.spread import Spread
+from jobkit.parallel import fsdp
+from jobkit.parallel.devices import choose_device, group_backend
+from jobkit.parallel.parallelizer import Spread
+from jobkit.parallel.pipeline import OLDEST_TORCH
 from jobkit.train.step import Step
 from jobkit.wire.group import RankGroup
 from jobkit.worker.context import Context
@@ -106,8 +106,8 @@ def options_of_torch(ranks: RankGroup) -> dict[str, Any]:
     spread.optimizer(ddp, optimizer, lr=0.1)
     power: Any = spread.compressions[0]._power_sgd
     policies: list[Any] = []
-    real = sharding.fully_shard
-    sharding.fully_shard = lambda *a, **k: policies.append(k["offload_policy"]) or real(*a, **k)  # type: ignore[assignment]
+    real = fsdp.fully_shard
+    fsdp.fully_shard = lambda *a, **k: policies.append(k["offload_policy"]) or real(*a, **k)  # type: ignore[assignment]
     offloads = config(parallel=ParallelConfig(data="zero3", offload=True))
     Spread(offloads, CPU, ranks).parallelize(nn.Linear(4, 4))
     piped = config(parallel=ParallelConfig(pipeline=2, microbatches=5))

@@ -23,10 +23,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import TensorDataset
 
 import jobkit
-import jobkit.train.compression
-import jobkit.train.pipeline
-import jobkit.train.sharding
-import jobkit.train.zero1  # here, so that forked ranks have them
+import jobkit.parallel.compression
+import jobkit.parallel.fsdp
+import jobkit.parallel.pipeline
+import jobkit.parallel.zero1  # here, so that forked ranks have them
 from jobkit.checkpoint.export import whole_weights
 from jobkit.config.schema import CheckpointConfig, CommConfig, Config, ParallelConfig
 from jobkit.errors import UsageError
@@ -70,7 +70,7 @@ ON_FOUR: dict[str, dict[str, Any]] = {
     "zero2 x pipeline": {"data": "zero2", "pipeline": 2},
     "tensor x pipeline": {"tensor": 2, "pipeline": 2},
 }
-if torch.__version__ < jobkit.train.pipeline.OLDEST_TORCH:
+if torch.__version__ < jobkit.parallel.pipeline.OLDEST_TORCH:
     ON_TWO, ON_FOUR = (
         {name: case for name, case in cases.items() if "pipeline" not in case} for cases in (ON_TWO, ON_FOUR)
     )
@@ -366,7 +366,7 @@ def gathered(ranks: RankGroup, tied: bool) -> Any:
         model.head.weight = model.table.weight
     alone = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (ranks.world_size,))
-    jobkit.train.sharding.shard(model, mesh, reshard_after_forward=True, dtype=torch.bfloat16)
+    jobkit.parallel.fsdp.shard(model, mesh, reshard_after_forward=True, dtype=torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
         expected = alone(x)
     output = model(x)

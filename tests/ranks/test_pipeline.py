@@ -19,9 +19,9 @@ from torch.torch_version import TorchVersion
 import jobkit
 from jobkit.config.schema import Config, ParallelConfig
 from jobkit.errors import UsageError
-from jobkit.train.accumulation import call
-from jobkit.train.gradients import clip_gradients, gradient_norm
-from jobkit.train.pipeline import OLDEST_TORCH, Pipeline, cut_stages, stage_of
+from jobkit.parallel.accumulation import call
+from jobkit.parallel.gradients import clip_gradients, gradient_norm
+from jobkit.parallel.pipeline import OLDEST_TORCH, Pipeline, cut_stages, stage_of
 from jobkit.wire.group import RankGroup
 
 WIDTH, BATCH = 4, 12

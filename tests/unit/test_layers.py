@@ -10,7 +10,7 @@ from pathlib import Path
 import jobkit
 
 ROOT = Path(jobkit.__file__).parent
-LEVELS = {
+LEVELS: dict[str, float] = {
     "cli": 12,
     "submit": 12,
     "verify": 11,
@@ -22,7 +22,7 @@ LEVELS = {
     "worker": 8,
     "loop": 7,
     "parallel": 6,
-    "train": 6,
+    "train": 6.5,
     "supervisor": 5,
     "checkpoint": 5,
     "mirror": 5,

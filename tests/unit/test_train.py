@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from jobkit.errors import InputError
+from jobkit.parallel.gradients import LossScaler
 from jobkit.train import schedule
-from jobkit.train.gradients import LossScaler
 from jobkit.worker.tracked import PendingGradients
 
 SCHEDULES: list[tuple[str, dict[str, Any], dict[int, float]]] = [

@@ -22,7 +22,7 @@ from jobkit.checkpoint.live import Entry
 from jobkit.checkpoint.shard import write_shard
 from jobkit.checkpoint.staging import Place, Stager
 from jobkit.data.seeds import generator_state, load_generator_state, seed_generators
-from jobkit.train.devices import devices_of
+from jobkit.parallel.devices import devices_of
 from jobkit.wire.group import RankGroup
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)

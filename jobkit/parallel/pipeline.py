@@ -4,7 +4,7 @@
     rank 0: blocks 0, 1 --activations--> rank 1: blocks 2, 3 --> loss
                         <--gradients----
 
-spread.py cuts, wraps and makes the Pipeline; step.py calls its `backward`.
+parallelizer.py cuts, wraps and makes the Pipeline; step.py calls its `backward`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from jobkit.data.batch import batch_size, check_can_be_cut, cut
 from jobkit.data.seeds import derive_seed, preserved_generators, seed_generators
 from jobkit.errors import UsageError
-from jobkit.train.accumulation import Loss, call
+from jobkit.parallel.accumulation import Loss, call
 
 OLDEST_TORCH = "2.13"
 """Stages of torch before it break off where a block passes whole numbers on, or has nothing to train."""

@@ -1,6 +1,6 @@
 """An optimizer whose state is divided over the ranks (ZeRO stage 1, arXiv:1910.02054), by torch's own.
 
-A file of its own: the import of torch's takes 0.15 s. spread.py makes one where the YAML says `parallel: zero1`.
+A file of its own: the import of torch's takes 0.15 s. parallelizer.py makes one where the YAML says `parallel: zero1`.
 """
 
 from __future__ import annotations

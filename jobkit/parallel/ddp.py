@@ -1,6 +1,6 @@
 """The order in which DDP's gradients become ready, which its buckets follow: learnt once, and kept by a resumed run.
 
-spread.py makes one for each DDP module, whoever made that; a checkpoint holds it.
+parallelizer.py makes one for each DDP module, whoever made that; a checkpoint holds it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The weights that a run begins with: the same on all ranks, drawn from the seed, or rank 0's.
 
-spread.py calls this before a module is spread. A module on the meta device is materialised here.
+parallelizer.py calls this before a module is spread. A module on the meta device is materialised here.
 """
 
 from __future__ import annotations

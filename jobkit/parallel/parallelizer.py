@@ -32,14 +32,14 @@ from jobkit.config import layout
 from jobkit.config.layout import SHARDED
 from jobkit.config.schema import AUTO, Config
 from jobkit.errors import UsageError
-from jobkit.train.devices import AUTOCAST, group_backend
-from jobkit.train.gradient_order import GradientOrder, members_of
-from jobkit.train.gradients import gradient_norm
-from jobkit.train.weights import broadcast, check_same_module, materialise
+from jobkit.parallel.ddp import GradientOrder, members_of
+from jobkit.parallel.devices import AUTOCAST, group_backend
+from jobkit.parallel.gradients import gradient_norm
+from jobkit.parallel.weights import broadcast, check_same_module, materialise
 from jobkit.wire.group import RankGroup
 
 if TYPE_CHECKING:
-    from jobkit.train.compression import Compression
+    from jobkit.parallel.compression import Compression
 
 OPTIONS = ("find_unused_parameters", "static_graph", "broadcast_buffers", "gradient_as_bucket_view")
 """DDP's options that ctx.parallelize passes on."""
@@ -146,13 +146,13 @@ class Spread:
             module = module.to(self.device)
         if self.stages is None:
             return module
-        from jobkit.train.pipeline import Pipeline
+        from jobkit.parallel.pipeline import Pipeline
 
         microbatches = self._config.parallel.microbatches
         return Pipeline(module, self.stages, self.device, None if microbatches == AUTO else int(microbatches))
 
     def _stage_of(self, module: nn.Module) -> nn.Module:
-        from jobkit.train.pipeline import stage_of  # here: few runs need torch's pipelining
+        from jobkit.parallel.pipeline import stage_of  # here: few runs need torch's pipelining
 
         try:
             return stage_of(module, self.layout.stage(self.ranks.rank), self.layout.pipeline)
@@ -172,7 +172,7 @@ class Spread:
             **chosen,
         )
         if self._config.comm.hook != "none":
-            from jobkit.train.compression import Compression
+            from jobkit.parallel.compression import Compression
 
             self.compressions.append(Compression(model, self._config.comm))
         order = GradientOrder(model)
@@ -183,7 +183,7 @@ class Spread:
         return model
 
     def _shard(self, module: nn.Module) -> None:
-        from jobkit.train.sharding import shard
+        from jobkit.parallel.fsdp import shard
 
         assert self._mesh is not None
         parallel = self._config.parallel
@@ -233,7 +233,7 @@ class Spread:
         groups = [{"params": part} for part in parts]
         try:
             if self._config.parallel.data == "zero1" and self.data_size > 1:
-                from jobkit.train.zero1 import Zero1
+                from jobkit.parallel.zero1 import Zero1
 
                 optimizer: torch.optim.Optimizer = Zero1(groups, make, self.data_group, options)
             else:

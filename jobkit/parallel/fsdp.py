@@ -1,4 +1,4 @@
-"""A model whose parameters are divided over ranks, block by block: torch's fully_shard. spread.py calls it."""
+"""A model whose parameters are divided over ranks, block by block: torch's fully_shard. parallelizer.py calls it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compressed gradients: less to send in each step of DDP. spread.py makes one for each DDP module."""
+"""Compressed gradients: less to send in each step of DDP. parallelizer.py makes one for each DDP module."""
 
 from __future__ import annotations
 
