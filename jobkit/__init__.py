@@ -7,25 +7,25 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jobkit import optim as optim
+    from jobkit import schedule as schedule
     from jobkit.checkpoint.export import OpenedRun as OpenedRun
     from jobkit.checkpoint.export import open_run as open_run
     from jobkit.data.seeds import derive_seed as derive_seed
     from jobkit.errors import UsageError as UsageError
+    from jobkit.loop.context import Context as Context
+    from jobkit.loop.values import attributes as attributes
     from jobkit.parallel.pipeline import Blocks as Blocks
-    from jobkit.train import optim as optim
-    from jobkit.train import schedule as schedule
-    from jobkit.worker.context import Context as Context
     from jobkit.worker.script import init as init
-    from jobkit.worker.values import attributes as attributes
 
 __version__ = "0.3.0"
 
 _LAZY = {
     "Blocks": "jobkit.parallel.pipeline",
-    "Context": "jobkit.worker.context",
+    "Context": "jobkit.loop.context",
     "OpenedRun": "jobkit.checkpoint.export",
     "UsageError": "jobkit.errors",
-    "attributes": "jobkit.worker.values",
+    "attributes": "jobkit.loop.values",
     "derive_seed": "jobkit.data.seeds",
     "init": "jobkit.worker.script",
     "open_run": "jobkit.checkpoint.export",
@@ -43,9 +43,9 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     if name == "current":
-        return import_module("jobkit.worker.context").Context.current
+        return import_module("jobkit.loop.context").Context.current
     if name in ("optim", "schedule"):
-        return import_module(f"jobkit.train.{name}")
+        return import_module(f"jobkit.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module 'jobkit' has no attribute {name!r}")
     return getattr(import_module(_LAZY[name]), name)

@@ -1,7 +1,7 @@
 """Write docs/config.md and docs/reference.md from the code, or say that they are older than the code.
 
     config/schema.py, submission/options.py --fields, docstrings--> docs/config.md
-    worker/context.py ... --ast--> signatures, docstrings \\
+    loop/context.py ... --ast--> signatures, docstrings \\
     cli/<verb>.py --argparse--> arguments                  > docs/reference.md
     run/records.py --ast--> fields of `--json`            /
 
@@ -81,14 +81,14 @@ EXIT_CODES = {
 API = {
     "jobkit": [
         ("worker/script.py", "init"),
-        ("worker/context.py", "current"),
-        ("worker/values.py", "attributes"),
+        ("loop/context.py", "current"),
+        ("loop/values.py", "attributes"),
         ("checkpoint/export.py", "open_run"),
     ],
     "open_run(path)": [("checkpoint/export.py", name) for name in ("config", "params", "result", "weights")],
     "jobkit ": [("parallel/pipeline.py", "Blocks"), ("data/seeds.py", "derive_seed")],
-    "jobkit.optim": [("train/optim.py", "EmaAdamW")],
-    "jobkit.schedule": [("train/schedule.py", name) for name in ("constant", "linear", "cosine", "schedule")],
+    "jobkit.optim": [("optim.py", "EmaAdamW")],
+    "jobkit.schedule": [("schedule.py", name) for name in ("constant", "linear", "cosine", "schedule")],
     "jobkit.huggingface": [("huggingface/callback.py", "JobkitCallback")],
     "jobkit.lightning": [("lightning/callback.py", "JobkitCallback")],
     "JobkitCallback()": [("lightning/callback.py", "checkpoint")],
@@ -216,7 +216,7 @@ def callable_(prefix: str, item: Any) -> str:
 
 
 def context() -> Iterator[str]:
-    body = node("worker/context.py", "Context").body
+    body = node("loop/context.py", "Context").body
     (init,) = [item for item in body if getattr(item, "name", "") == "__init__"]
     rows = [(f"`ctx.{name}`", text) for name, text in documented(init.body) if text and not name.startswith("_")]
     methods = [item for item in body if isinstance(item, ast.FunctionDef) and not item.name.startswith("_")]

@@ -1,6 +1,6 @@
 """final/: the whole weights, the config and the result of a finished run; and jobkit.open_run, which reads them.
 
-    ctx.finish (worker/context.py) --write_final--> final/model.safetensors    one file a tracked module
+    ctx.finish (loop/context.py) --write_final--> final/model.safetensors    one file a tracked module
                                                     final/result.json  final/config.yaml
     jobkit.open_run(path) --> OpenedRun: config, weights, result
 

@@ -1,6 +1,6 @@
 """The check at the first save that replicas are equal on all ranks: each rank writes only a part of them.
 
-worker/tracked.py calls it. Buffers, and states that each rank has for itself, are left out: they may differ.
+loop/tracked.py calls it. Buffers, and states that each rank has for itself, are left out: they may differ.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 A checkpoint holds (base, batches taken); batches that are done are skipped without loading, and a digest of their
 order shows whether the sampler draws it again. A stream is read again, or goes on from its own state. All of it happens
-on a copy of the loader: one for each pass, or one for all where workers persist. worker/epochs.py and the adapters of
+on a copy of the loader: one for each pass, or one for all where workers persist. loop/epochs.py and the adapters of
 frameworks call this. A dataset with a generator of its own draws what it draws: it is a limit.
 """
 

@@ -22,7 +22,7 @@ from transformers.trainer_callback import ExportableState
 from jobkit.errors import UsageError
 from jobkit.huggingface.data import TrainerPlaces, seed_batches
 from jobkit.log import log
-from jobkit.worker.context import Context
+from jobkit.loop.context import Context
 
 TIMES = ("_runtime", "_per_second", "_preparation_time")
 """Ends of the names of Trainer's values that measure time."""

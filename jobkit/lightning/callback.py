@@ -18,7 +18,7 @@ from jobkit.lightning.logger import JobkitLogger
 from jobkit.lightning.package import environments, lightning
 from jobkit.lightning.state import TrainerState
 from jobkit.log import log
-from jobkit.worker.context import Context
+from jobkit.loop.context import Context
 
 FILE = "lightning.ckpt"
 """Lightning's own checkpoint, within a checkpoint of the run."""

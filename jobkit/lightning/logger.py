@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jobkit.lightning.package import lightning
-from jobkit.worker.context import Context
+from jobkit.loop.context import Context
 
 
 class JobkitLogger(lightning.loggers.logger.Logger):  # type: ignore[misc]

@@ -1,6 +1,6 @@
 """The device of a rank, the backend that its tensors are sent with, and the determinism that the YAML asks for.
 
-worker/join.py calls this once, before the process group exists.
+loop/join.py calls this once, before the process group exists.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class Progress:
     total_steps: int | None = None
     steps_per_second: float | None = None
     rank_seconds: list[float] | None = None
-    """Seconds a step that each rank works before it waits for the others (worker/own_time.py)."""
+    """Seconds a step that each rank works before it waits for the others (loop/own_time.py)."""
     values: dict[str, float | None] = field(default_factory=dict)
     """The newest logged values, the first few: for the progress bar and `list`. NaN is None."""
     evaluation: dict[str, int] | None = None

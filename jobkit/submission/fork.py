@@ -3,7 +3,7 @@
     submit.py: Fork.of(words) --at(plan)--> LaunchPlan of another run directory
     transaction, under the run's lock, before there is a job: Fork.bring --hard links--> checkpoints/ or start/
                                                                          --last--------> start.json
-    ranks: Context reads start.json (worker/context.py)
+    ranks: Context reads start.json (loop/context.py)
 
 Nothing that becomes of the other run matters once start.json is there.
 """

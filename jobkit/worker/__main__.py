@@ -30,11 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run this rank from the beginning of the attempt to its end; returns the exit code."""
     loaded = load(arguments.experiment, arguments.overrides)
+    from jobkit.loop.context import Context
+    from jobkit.loop.join import take_threads
     from jobkit.worker import launched
     from jobkit.worker.command import run_command
-    from jobkit.worker.context import Context
     from jobkit.worker.ending import recorded
-    from jobkit.worker.join import take_threads
     from jobkit.worker.launcher import find_launch
     from jobkit.worker.task import finish_task, load_task
 

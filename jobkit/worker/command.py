@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from jobkit.addresses import interface_towards
 from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, InputError
+from jobkit.loop.rank import Rank
 from jobkit.run import records
 from jobkit.run.records import End
 from jobkit.wire.pages import Phase
 from jobkit.wire.signals import STOP_SIGNALS
 from jobkit.worker import snapshot_path
 from jobkit.worker.forked import die_with_parent
-from jobkit.worker.rank import Rank
 from jobkit.worker.rendezvous import Reservation
 
 if TYPE_CHECKING:

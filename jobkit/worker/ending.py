@@ -30,12 +30,12 @@ from jobkit.errors import (
     UsageError,
 )
 from jobkit.log import log
+from jobkit.loop.rank import Rank
 from jobkit.run import records
 from jobkit.run.files import as_plain, is_there
 from jobkit.run.records import End
 from jobkit.weather import chain_of, nature_of, place_of
 from jobkit.wire.pages import Phase
-from jobkit.worker.rank import Rank
 
 MAX_TRACEBACK = 8000
 """Characters that are kept: the journal and status.json hold them, and are read again and again."""

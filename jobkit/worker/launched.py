@@ -24,6 +24,8 @@ from jobkit.config.load import Loaded
 from jobkit.config.schema import Config, Resources
 from jobkit.errors import InputError
 from jobkit.log import log
+from jobkit.loop.join import Joined, join, leave
+from jobkit.loop.rank import Rank
 from jobkit.run import records, secrets
 from jobkit.run.files import user_name, write_atomic
 from jobkit.run.journal import Journal
@@ -41,9 +43,7 @@ from jobkit.wire.group import RankGroup
 from jobkit.wire.messages import Exited
 from jobkit.wire.pages import VARIABLE, Page
 from jobkit.wire.signals import take_stop_signals
-from jobkit.worker.join import Joined, join, leave
 from jobkit.worker.launcher import Launch
-from jobkit.worker.rank import Rank
 from jobkit.worker.rendezvous import Reservation
 
 REQUEST_SECONDS = 1.0

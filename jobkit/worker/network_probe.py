@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from jobkit.worker.context import Context
+from jobkit.loop.context import Context
 
 SIZES = (1 << 10, 1 << 20, 1 << 26)
 """Bytes: latency alone counts for the first, bandwidth alone for the last."""

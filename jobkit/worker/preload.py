@@ -24,7 +24,7 @@ from jobkit.worker.task import PLAIN_RANKS
 MODULES = ("submitit.core.submission", "jobkit.worker.main", "jobkit.worker.task", "jobkit.config.load")
 """The modules that each rank imports before the user's code."""
 
-MODULES_OF_TASKS = ("jobkit.worker.context", "jobkit.worker.join", "torch._dynamo")
+MODULES_OF_TASKS = ("jobkit.loop.context", "jobkit.loop.join", "torch._dynamo")
 """The same for a rank of a `task:`: torch is among them. The first optimizer of a process imports torch._dynamo, which
 takes 0.4 s."""
 

@@ -12,10 +12,10 @@ import os
 from typing import NoReturn
 
 from jobkit.log import configure, log
+from jobkit.loop.rank import Rank
 from jobkit.run.rundir import RunDir
 from jobkit.wire.pages import Phase, slots_of
 from jobkit.worker.forked import run_and_end
-from jobkit.worker.rank import Rank
 
 
 def run_salvage(run: RunDir) -> NoReturn:
@@ -25,8 +25,8 @@ def run_salvage(run: RunDir) -> NoReturn:
         # Here: the agent of a `command:` has not imported torch.
         from jobkit.checkpoint.salvage import save_newest
         from jobkit.checkpoint.store import Store
+        from jobkit.loop.join import form_group
         from jobkit.wire.group import RankGroup
-        from jobkit.worker.join import form_group
 
         rank = Rank.of_environment(run)
         rank.beat(-1, Phase.SAVING)

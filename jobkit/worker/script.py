@@ -42,17 +42,17 @@ from jobkit.errors import (
     Stopped,
 )
 from jobkit.log import configure, log
+from jobkit.loop.calls import fitting
+from jobkit.loop.context import Context
+from jobkit.loop.join import join, leave
+from jobkit.loop.rank import Rank
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import runs_dir_of
 from jobkit.wire.signals import STOP_SIGNALS, take_stop_signals
 from jobkit.worker import launched
-from jobkit.worker.calls import fitting
-from jobkit.worker.context import Context
 from jobkit.worker.ending import end_of, explained, record
-from jobkit.worker.join import join, leave
 from jobkit.worker.launched import Launched
 from jobkit.worker.launcher import Topology, find_launch
-from jobkit.worker.rank import Rank
 
 OF_LAUNCHER = frozenset({"local_rank", "distributed", "dist_backend", "dist_url"})
 """Arguments that torch.distributed.launch gives a script, or that the references' `init_distributed_mode(args)` sets:

@@ -15,14 +15,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from jobkit.errors import Stopped, UsageError, nearest
+from jobkit.loop.rank import Rank
 from jobkit.run.rundir import RunDir
 from jobkit.worker import snapshot_path
 from jobkit.worker.command import become_command
 from jobkit.worker.ending import run_recorded
-from jobkit.worker.rank import Rank
 
 if TYPE_CHECKING:
-    from jobkit.worker.context import Context
+    from jobkit.loop.context import Context
 
 STACKS_SIGNAL = signal.SIGUSR1
 """Makes a rank write the stacks of all its threads to its error log: the agent sends it before it kills a hung rank."""
@@ -48,7 +48,7 @@ def _run_program(rank: Rank) -> Any:
     # Here: a `command:` needs no torch, and the agent has imported it for the ranks of a task.
     is_plain = bool(os.environ.get(PLAIN_RANKS))
     if not is_plain:
-        from jobkit.worker.join import join, leave, take_threads
+        from jobkit.loop.join import join, leave, take_threads
 
         take_threads(rank.config.resources.cpus_per_task)
     snapshot_path.use(rank.run.code.resolve(), Path.cwd())
@@ -57,7 +57,7 @@ def _run_program(rank: Rank) -> Any:
     function = load_task(rank.config.task)
     if is_plain:
         return function(rank)
-    from jobkit.worker.context import Context
+    from jobkit.loop.context import Context
 
     context = Context(rank, join(rank), os.environ)
     result = finish_task(context, function)

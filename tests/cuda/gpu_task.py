@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 from training_task import digest, mark, pause
 
 import jobkit
-from jobkit.train.optim import EmaAdamW
+from jobkit.optim import EmaAdamW
 
 
 def network() -> nn.Module:

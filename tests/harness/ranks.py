@@ -21,14 +21,14 @@ import torch._dynamo  # here, so that forked ranks have it: their first optimize
 import torch.distributed as dist
 
 from jobkit.config.schema import Config
+from jobkit.loop.context import Context
+from jobkit.loop.join import Joined
+from jobkit.loop.rank import Rank
 from jobkit.run import records
 from jobkit.run.records import Lease
 from jobkit.run.rundir import RunDir
 from jobkit.wire.group import RankGroup
 from jobkit.wire.pages import Page
-from jobkit.worker.context import Context
-from jobkit.worker.join import Joined
-from jobkit.worker.rank import Rank
 from jobkit.worker.rendezvous import Reservation
 
 PATIENCE = float(os.environ.get("JOBKIT_TEST_PATIENCE", 300))

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from jobkit.errors import Stopped
+from jobkit.loop.rank import Rank
 from jobkit.wire.pages import Phase
-from jobkit.worker.rank import Rank
 
 
 def train(rank: Rank) -> dict[str, Any]:

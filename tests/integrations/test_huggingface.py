@@ -24,13 +24,13 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from jobkit.config.schema import CheckpointConfig, Config
 from jobkit.errors import Stopped, UsageError
 from jobkit.huggingface import JobkitCallback
+from jobkit.loop.context import Context
+from jobkit.loop.join import Joined
 from jobkit.run import records
 from jobkit.run.records import Drill, Interruption
 from jobkit.verify.compare import course_of, first_difference, read_trace, seen
 from jobkit.verify.plan import interruptions
 from jobkit.wire.group import RankGroup
-from jobkit.worker.context import Context
-from jobkit.worker.join import Joined
 
 NEVER = 1_000_000_000
 BY_EPOCH: dict[str, Any] = {"eval_strategy": "epoch", "eval_steps": None}

@@ -17,7 +17,7 @@ import os, signal, time
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-import jobkit.worker.context as inner
+import jobkit.loop.context as inner
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)

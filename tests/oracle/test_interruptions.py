@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from jobkit.config.schema import CheckpointConfig
 from jobkit.errors import Stopped
+from jobkit.loop.context import Context
 from jobkit.wire.group import RankGroup
-from jobkit.worker.context import Context
 
 STEPS, SIZE = 9, 12
 EVERY_4, EVERY_1 = (CheckpointConfig(every=every, memory="off") for every in (4, 1))

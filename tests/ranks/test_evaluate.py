@@ -17,8 +17,8 @@ from torch.utils.data import Dataset, TensorDataset
 from jobkit.config.schema import Config
 from jobkit.data.seeds import generator_state
 from jobkit.errors import Stopped
+from jobkit.optim import EmaAdamW
 from jobkit.parallel.parallelizer import independent_forwards
-from jobkit.train.optim import EmaAdamW
 from jobkit.wire.group import RankGroup
 
 X = torch.rand(23, 3, generator=torch.Generator().manual_seed(0))

@@ -17,14 +17,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from jobkit.config.schema import CheckpointConfig, CommConfig, Config, ParallelConfig
 from jobkit.data.seeds import generator_state
 from jobkit.errors import DistributedError, UsageError
+from jobkit.loop.context import Context
+from jobkit.loop.health import NotFinite
+from jobkit.loop.step import Step
 from jobkit.parallel import fsdp
 from jobkit.parallel.devices import choose_device, group_backend
 from jobkit.parallel.parallelizer import Spread
 from jobkit.parallel.pipeline import OLDEST_TORCH
-from jobkit.train.step import Step
 from jobkit.wire.group import RankGroup
-from jobkit.worker.context import Context
-from jobkit.worker.health import NotFinite
 
 CPU = torch.device("cpu")
 EACH_STEP = CheckpointConfig(every=1, memory="off", keep=2)

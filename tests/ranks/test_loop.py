@@ -17,13 +17,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from jobkit.config.schema import BestConfig, CheckpointConfig, Config
 from jobkit.errors import Stopped, UsageError
+from jobkit.loop.health import NotFinite
 from jobkit.run import records
 from jobkit.run.records import Drill
 from jobkit.run.rundir import RunDir
 from jobkit.verify.compare import read_trace
 from jobkit.wire.group import RankGroup
 from jobkit.wire.pages import Phase
-from jobkit.worker.health import NotFinite
 
 SAVES = CheckpointConfig(every=4, memory="off", best=BestConfig(metric="error", mode="min"))
 
@@ -169,7 +169,7 @@ def test_a_loss_that_the_device_has_not_computed_yet_is_waited_for_before_a_save
 ) -> None:
     """Its samples are those of its step, four steps before the save."""
     device, ctx = BusyDevice(monkeypatch), alone(tmp_path, 6)
-    monkeypatch.setattr("jobkit.worker.decide.AGREEMENT_SECONDS", 0.0)  # each step has an agreement
+    monkeypatch.setattr("jobkit.loop.agreement.AGREEMENT_SECONDS", 0.0)  # each step has an agreement
     waits = []
 
     def step(number: int) -> None:

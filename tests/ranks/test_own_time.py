@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from jobkit.loop.own_time import WINDOW, OwnTime
 from jobkit.wire.group import RankGroup
-from jobkit.worker.own_time import WINDOW, OwnTime
 
 
 def train(ranks: RankGroup, is_sharded: bool) -> tuple[list[float], list[float] | None]:

@@ -30,12 +30,12 @@ import jobkit.parallel.zero1  # here, so that forked ranks have them
 from jobkit.checkpoint.export import whole_weights
 from jobkit.config.schema import CheckpointConfig, CommConfig, Config, ParallelConfig
 from jobkit.errors import UsageError
+from jobkit.loop.context import Context
+from jobkit.loop.join import Joined
 from jobkit.run import records
 from jobkit.run.records import Lease
 from jobkit.wire.group import RankGroup
 from jobkit.wire.pages import SLOTS_VARIABLE
-from jobkit.worker.context import Context
-from jobkit.worker.join import Joined
 
 STEPS = 6
 Weights = dict[str, Any]

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from jobkit.loop.checkpoint_interval import FIRST_SECONDS, PRIOR_SECONDS, AutoInterval, Clock, History
 from jobkit.run.records import Ended
-from jobkit.worker.checkpoint_interval import FIRST_SECONDS, PRIOR_SECONDS, AutoInterval, Clock, History
 
 
 def test_a_number_is_of_steps_and_a_text_is_a_time() -> None:

@@ -21,9 +21,9 @@ from jobkit.checkpoint.live import Entry
 from jobkit.checkpoint.memory import RECORD
 from jobkit.checkpoint.staging import Place
 from jobkit.errors import CheckpointError, JobkitError, LostLease
+from jobkit.optim import EmaAdamW
 from jobkit.run import records
 from jobkit.run.records import Lease
-from jobkit.train.optim import EmaAdamW
 from jobkit.wire.group import RankGroup
 from jobkit.wire.pages import Page
 

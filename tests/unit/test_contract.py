@@ -155,7 +155,7 @@ def names_of_code() -> dict[str, set[Any]]:
     return {
         "commands": commands(),
         "keys": keys(),
-        "ctx": of_class("worker/context.py", "Context"),
+        "ctx": of_class("loop/context.py", "Context"),
         "jobkit": library(),
         "files": files(),
         "exit codes": exit_codes(),

@@ -30,8 +30,8 @@ from jobkit.data.order import feistel, permuted
 from jobkit.data.seeds import generator_state, load_generator_state, preserved_generators, seed_generators
 from jobkit.data.workers import fork_workers
 from jobkit.errors import UsageError
-from jobkit.train.evaluate import Batches
-from jobkit.worker.tracked import Generators
+from jobkit.loop.evaluate import Batches
+from jobkit.loop.tracked import Generators
 
 
 class Noisy(Dataset[Tensor]):

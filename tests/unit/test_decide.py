@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jobkit.worker.decide import MAX_STEPS, Decision, Wish, decide
+from jobkit.loop.agreement import MAX_STEPS, Decision, Wish, decide
 
 
 def agree(*wishes: dict[str, Any]) -> Decision:

@@ -24,12 +24,12 @@ from jobkit.errors import (
     Stopped,
     UsageError,
 )
+from jobkit.loop.health import NotFinite
+from jobkit.loop.rank import Rank
 from jobkit.run.rundir import RunDir
 from jobkit.weather import place_of
 from jobkit.wire.pages import Page, Phase
 from jobkit.worker.ending import MAX_TRACEBACK, run_recorded
-from jobkit.worker.health import NotFinite
-from jobkit.worker.rank import Rank
 
 
 @pytest.fixture

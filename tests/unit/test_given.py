@@ -10,8 +10,8 @@ import torch
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from jobkit.train.schedule import cosine
-from jobkit.worker.given import Given, merged
+from jobkit.loop.code_options import Given, merged
+from jobkit.schedule import cosine
 
 
 @pytest.mark.parametrize(

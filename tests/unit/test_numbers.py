@@ -11,14 +11,14 @@ import pytest
 
 from jobkit.cli import doctor
 from jobkit.duration import parse_seconds
+from jobkit.loop.agreement import AGREEMENT_SECONDS
+from jobkit.loop.checkpoint_interval import MAX_OVERHEAD, AutoInterval
 from jobkit.run import snapshot
 from jobkit.supervisor import evidence
 from jobkit.supervisor.allocation import margin_of
 from jobkit.supervisor.watchdog import limit
 from jobkit.wire.pages import Beat, Phase
 from jobkit.worker import alone
-from jobkit.worker.checkpoint_interval import MAX_OVERHEAD, AutoInterval
-from jobkit.worker.decide import AGREEMENT_SECONDS
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -15,13 +15,13 @@ from harness.ranks import make_rank
 from harness.training import logged
 
 from jobkit.errors import UsageError
+from jobkit.loop.health import Health
+from jobkit.loop.repeated_steps import Repeats, hash_of
+from jobkit.loop.reporter import Reporter
 from jobkit.run import metrics
 from jobkit.run.metrics import EventFile
 from jobkit.run.records import Progress
 from jobkit.wire.pages import NOTES, Kept, Page, Phase, page_before
-from jobkit.worker.health import Health
-from jobkit.worker.repeated_steps import Repeats, hash_of
-from jobkit.worker.reporter import Reporter
 
 
 def steps(folder: Path, tag: str = "loss") -> list[int]:
@@ -189,7 +189,7 @@ def test_a_loss_on_a_device_is_read_once_it_is_there_and_names_the_samples_of_it
 
 
 def test_steps_between_frequent_evaluations_have_a_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from jobkit.worker import timing
+    from jobkit.loop import timing
 
     now = [100.0]
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])

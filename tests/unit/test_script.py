@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 from jobkit.config.load import load
 from jobkit.config.schema import AUTO
 from jobkit.errors import InputError
+from jobkit.loop.values import Values
 from jobkit.worker import script
 from jobkit.worker.launcher import Topology
-from jobkit.worker.values import Values
 
 
 def test_arguments_of_init_win_over_its_yaml(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from jobkit.checkpoint.live import Entry, names_of, walker_of
 from jobkit.checkpoint.shard import BLOCK, parse_header, sums_of, write_shard
 from jobkit.checkpoint.staging import PAGE, Place, Stager, divide
+from jobkit.loop.tracked import PendingGradients
 from jobkit.wire.group import RankGroup
-from jobkit.worker.tracked import PendingGradients
 
 
 @pytest.mark.parametrize("sizes", [[3, 5], [1], [0, 7, 0], [10, 1, 1, 1], []])

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from jobkit import schedule
 from jobkit.errors import InputError
+from jobkit.loop.tracked import PendingGradients
 from jobkit.parallel.gradients import LossScaler
-from jobkit.train import schedule
-from jobkit.worker.tracked import PendingGradients
 
 SCHEDULES: list[tuple[str, dict[str, Any], dict[int, float]]] = [
     ("constant", {}, {0: 1.0, 100: 1.0}),

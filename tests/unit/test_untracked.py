@@ -21,9 +21,9 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from jobkit.checkpoint.digests import storage_of
+from jobkit.loop import untracked
+from jobkit.loop.untracked import Looker
 from jobkit.run.records import Seen
-from jobkit.worker import untracked
-from jobkit.worker.untracked import Looker
 
 
 class Holder:

@@ -15,7 +15,7 @@ import torch
 import jobkit
 from jobkit.checkpoint.tree import flatten, rebuild
 from jobkit.errors import UsageError
-from jobkit.worker.values import Values, replaced_by_restores
+from jobkit.loop.values import Values, replaced_by_restores
 
 
 def restored(state: dict[str, Any]) -> Any:

@@ -23,11 +23,11 @@ from jobkit.checkpoint.live import Live, plain_module
 from jobkit.checkpoint.tree import flatten
 from jobkit.data.loader import Loader
 from jobkit.errors import CheckpointError
+from jobkit.loop.rank import Rank
+from jobkit.loop.saving import Boundary
+from jobkit.loop.tracked import OWN, Tracked
+from jobkit.loop.untracked import Looker
 from jobkit.run.records import About
-from jobkit.worker.checkpoints import Boundary
-from jobkit.worker.rank import Rank
-from jobkit.worker.tracked import OWN, Tracked
-from jobkit.worker.untracked import Looker
 
 NOT_NAMED = ("/dev/", "/proc/", "/sys/", f"{tempfile.gettempdir()}/")
 """Folders whose files nobody expects to be restored; those in hidden folders are caches."""

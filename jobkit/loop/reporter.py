@@ -23,12 +23,12 @@ import torch
 
 from jobkit.errors import UsageError
 from jobkit.log import log
+from jobkit.loop.rank import Rank
+from jobkit.loop.repeated_steps import Repeats
 from jobkit.mirror import Mirror, services
 from jobkit.run import metrics
 from jobkit.run.metrics import EventFile, Position
 from jobkit.wire.pages import Phase
-from jobkit.worker.rank import Rank
-from jobkit.worker.repeated_steps import Repeats
 
 TICK_SECONDS = 0.5
 """How often points and the progress report are written: a follower sees a run move, a file server hardly notices."""

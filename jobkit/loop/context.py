@@ -28,27 +28,27 @@ from jobkit.checkpoint.staging import Place
 from jobkit.data.loader import Loader
 from jobkit.data.seeds import derive_seed, seed_generators
 from jobkit.errors import CheckpointError, JobkitError, Stopped, UsageError
+from jobkit.loop.calls import with_fitting_methods
+from jobkit.loop.epochs import Batches, Epochs
+from jobkit.loop.evaluation import Evaluator
+from jobkit.loop.health import Health
+from jobkit.loop.join import Joined
+from jobkit.loop.loop import Every, Loop
+from jobkit.loop.own_time import OwnTime
+from jobkit.loop.rank import Rank
+from jobkit.loop.repeated_steps import Repeats
+from jobkit.loop.reporter import Reporter
+from jobkit.loop.saving import Boundary, Checkpoints, older_than
+from jobkit.loop.step import Step, evaluating
+from jobkit.loop.timing import Timing
+from jobkit.loop.tracked import Generators, PendingGradients, Tracked
+from jobkit.loop.values import Values, replaced_by_restores
 from jobkit.parallel.devices import devices_of
 from jobkit.parallel.fsdp import UnexchangedGradients
 from jobkit.parallel.parallelizer import Spread
 from jobkit.run.files import is_there
 from jobkit.run.records import Start
-from jobkit.train.step import Step, evaluating
 from jobkit.wire.pages import Phase, page_before, slots_of
-from jobkit.worker.calls import with_fitting_methods
-from jobkit.worker.checkpoints import Boundary, Checkpoints, older_than
-from jobkit.worker.epochs import Batches, Epochs
-from jobkit.worker.evaluation import Evaluator
-from jobkit.worker.health import Health
-from jobkit.worker.join import Joined
-from jobkit.worker.loop import Every, Loop
-from jobkit.worker.own_time import OwnTime
-from jobkit.worker.rank import Rank
-from jobkit.worker.repeated_steps import Repeats
-from jobkit.worker.reporter import Reporter
-from jobkit.worker.timing import Timing
-from jobkit.worker.tracked import Generators, PendingGradients, Tracked
-from jobkit.worker.values import Values, replaced_by_restores
 
 
 @with_fitting_methods

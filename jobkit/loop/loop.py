@@ -1,7 +1,7 @@
 """The training loop of one rank: what happens between two steps, and nothing else.
 
     ctx.steps, ctx.batches, ctx.boundary --end_step(boundary)--> beat, curves
-        --now and then--> agreement of all ranks (decide.py) --> save, snapshot, stop, or the error of a bad loss
+        --now and then--> agreement of all ranks (agreement.py) --> save, snapshot, stop, or the error of a bad loss
         --every=--> the functions that are due at this boundary
 
 A boundary without an agreement costs a few microseconds. `Stopped` is raised on all ranks together, once the last
@@ -23,19 +23,19 @@ import torch
 from jobkit.checkpoint.checkpointer import Pending
 from jobkit.errors import Stopped, UsageError
 from jobkit.log import log
+from jobkit.loop.agreement import Decision, Wish, decide
+from jobkit.loop.health import Health, NotFinite
+from jobkit.loop.own_time import OwnTime
+from jobkit.loop.rank import Rank
+from jobkit.loop.reporter import Reporter, as_number
+from jobkit.loop.saving import Boundary, Checkpoints
+from jobkit.loop.timing import Timing
+from jobkit.loop.trace import Trace
+from jobkit.loop.tracked import Tracked
 from jobkit.run.records import InterruptionKind
 from jobkit.wire.group import RankGroup
 from jobkit.wire.pages import Phase
 from jobkit.wire.signals import take_stop_signals_again
-from jobkit.worker.checkpoints import Boundary, Checkpoints
-from jobkit.worker.decide import Decision, Wish, decide
-from jobkit.worker.health import Health, NotFinite
-from jobkit.worker.own_time import OwnTime
-from jobkit.worker.rank import Rank
-from jobkit.worker.reporter import Reporter, as_number
-from jobkit.worker.timing import Timing
-from jobkit.worker.trace import Trace
-from jobkit.worker.tracked import Tracked
 
 Call = Callable[[], Any]
 Every = Mapping[Call, int]

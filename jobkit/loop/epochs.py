@@ -21,9 +21,9 @@ from jobkit.data.loader import Loader
 from jobkit.data.seeds import generator_state, load_generator_state
 from jobkit.errors import UsageError
 from jobkit.log import log
-from jobkit.worker.checkpoints import Boundary
-from jobkit.worker.loop import Loop
-from jobkit.worker.tracked import Tracked
+from jobkit.loop.loop import Loop
+from jobkit.loop.saving import Boundary
+from jobkit.loop.tracked import Tracked
 
 _END = object()
 

@@ -3,7 +3,7 @@
     dataset --HandOut over all ranks--> function(batch, ids) --gather--> values in the order of the samples
 
 An evaluation that is interrupted is done again as a whole by the next attempt; of a map into a folder the files stay
-that are complete. train/evaluate.py has the pure parts.
+that are complete. loop/evaluate.py has the pure parts.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from jobkit.errors import UsageError
+from jobkit.loop.evaluate import Batches, HandOut, PerSample, Rounds, as_values, computed, in_order, mean
+from jobkit.loop.loop import Loop
+from jobkit.loop.rank import Rank
+from jobkit.loop.reporter import Reporter
+from jobkit.loop.tracked import Tracked
 from jobkit.parallel.parallelizer import Spread, independent_forwards
 from jobkit.run.files import write_atomic, write_json
-from jobkit.train.evaluate import Batches, HandOut, PerSample, Rounds, as_values, computed, in_order, mean
-from jobkit.worker.loop import Loop
-from jobkit.worker.rank import Rank
-from jobkit.worker.reporter import Reporter
-from jobkit.worker.tracked import Tracked
 
 
 class Evaluator:

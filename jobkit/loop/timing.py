@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from jobkit.data.loader import Loader
+from jobkit.loop.reporter import Reporter
 from jobkit.parallel.devices import peak_memory
-from jobkit.worker.reporter import Reporter
 
 SECONDS = 1.0
 """How often the loop logs its own curves: seconds and samples a step, learning rate, epoch."""

@@ -30,12 +30,12 @@ from jobkit.data.loader import Loader
 from jobkit.data.seeds import derive_seed, generator_state, load_generator_state, seed_generators, seeds_since
 from jobkit.errors import CheckpointError, UsageError
 from jobkit.log import log
+from jobkit.loop.code_options import Given
+from jobkit.loop.rank import Rank
+from jobkit.loop.values import Values
 from jobkit.run import records
 from jobkit.run.records import Seeds
 from jobkit.wire.group import RankGroup
-from jobkit.worker.given import Given
-from jobkit.worker.rank import Rank
-from jobkit.worker.values import Values
 
 OWN = "jobkit."
 """The names of jobkit's own entries begin with this."""

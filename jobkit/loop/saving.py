@@ -17,10 +17,7 @@ from jobkit.config.schema import AUTO
 from jobkit.disk import FULL_DISK_SECONDS, is_full
 from jobkit.errors import NoRoom, OutsideError
 from jobkit.log import log
-from jobkit.run.journal import read_status
-from jobkit.wire.group import RankError
-from jobkit.wire.pages import Phase
-from jobkit.worker.checkpoint_interval import (
+from jobkit.loop.checkpoint_interval import (
     MAX_OVERHEAD,
     MAX_SECONDS,
     MIN_MEMORY_SECONDS,
@@ -29,9 +26,12 @@ from jobkit.worker.checkpoint_interval import (
     History,
     young,
 )
-from jobkit.worker.rank import Rank
-from jobkit.worker.reporter import Reporter
-from jobkit.worker.tracked import Tracked
+from jobkit.loop.rank import Rank
+from jobkit.loop.reporter import Reporter
+from jobkit.loop.tracked import Tracked
+from jobkit.run.journal import read_status
+from jobkit.wire.group import RankError
+from jobkit.wire.pages import Phase
 
 RETRY_SECONDS = 60.0
 """After so long a save is tried again that the disk did not take."""

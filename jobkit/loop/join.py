@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from jobkit.addresses import interface_towards
 from jobkit.errors import DistributedError, UsageError
+from jobkit.loop.rank import Rank
 from jobkit.parallel.devices import check_precision, choose_device, group_backend, set_determinism
 from jobkit.wire.group import RankGroup
-from jobkit.worker.rank import Rank
 
 JOIN_SECONDS = 600.0
 """How long ranks wait for each other at the beginning: imports from a cold shared disk take minutes."""

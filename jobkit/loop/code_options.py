@@ -5,7 +5,7 @@ from the other run's wins over the checkpoint.
     --from: checkpoint --> `then`;  then != now?  the restored value gives way (`merged`)
 
 A learning rate that a schedule has changed since is kept in proportion. The schedule itself goes on with what it is
-given now, from the same step. Tracked (worker/tracked.py) owns the one object.
+given now, from the same step. Tracked (loop/tracked.py) owns the one object.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     checkpoint.every, checkpoint.memory + the run's deaths so far + measured costs --> due?
 
-checkpoints.py calls this. An interval in steps is the same on all ranks. An interval in seconds is rank 0's, and the
-other ranks learn of it in the next agreement (decide.py).
+saving.py calls this. An interval in steps is the same on all ranks. An interval in seconds is rank 0's, and the
+other ranks learn of it in the next agreement (agreement.py).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     all ranks' values --gather--> in the order of the samples --> mean, exactly rounded
 
 A slow rank computes fewer batches, and holds the others up by one batch at most. Where a forward is a collective, as
-of sharded weights, the ranks take batches in rounds instead (`Rounds`). worker/evaluation.py calls this.
+of sharded weights, the ranks take batches in rounds instead (`Rounds`). loop/evaluation.py calls this.
 """
 
 from __future__ import annotations

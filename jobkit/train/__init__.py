@@ -1,1 +1,0 @@
-"""The parts of a training step: models over ranks, data, gradients, optimizers, evaluation."""
