@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from jobkit.agent import processes
 from jobkit.cli.arguments import add_runs, chosen, confirmed, way_out, worst
 from jobkit.disk import Looks
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, NoSuchRun
@@ -32,7 +33,6 @@ from jobkit.run.view import LOST, View, view, views
 from jobkit.slurm import jobs
 from jobkit.supervisor import notify
 from jobkit.usage import show_examples, to_continue, to_type
-from jobkit.worker import processes
 
 PATIENCE_SECONDS = 180.0
 """How long a supervisor may take: its ranks get 90 s after the last progress of a save, and it may be starting."""

@@ -142,8 +142,8 @@ def _is_seen(lock: Lock) -> bool:
 
 def _machine() -> Iterator[Check]:
     from jobkit.addresses import own_addresses
+    from jobkit.agent.devices import HealthWatch
     from jobkit.config.machine import visible_devices
-    from jobkit.supervisor.devices import HealthWatch
 
     kind, devices = visible_devices("auto")
     addresses = ", ".join(own_addresses(2))

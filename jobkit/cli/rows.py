@@ -73,7 +73,7 @@ def read_rows(runs: Iterable[RunDir], keys: Iterable[str] = ()) -> list[Row]:
     views = {view.run.folder: view for view in look(under_way)}
     waiting = {}
     if any(view.job is None for view in views.values()):
-        from jobkit.supervisor.devices import turns  # most lists need no look at this machine
+        from jobkit.agent.devices import turns  # most lists need no look at this machine
 
         waiting = turns()
     rows, now = [], time.time()

@@ -13,6 +13,7 @@ import statistics
 import time
 from typing import Any
 
+from jobkit.agent.devices import turns
 from jobkit.cli.arguments import absent, add_runs, chosen
 from jobkit.display import outside_a_step
 from jobkit.duration import format_seconds
@@ -28,7 +29,6 @@ from jobkit.run.secrets import masked_status
 from jobkit.run.status import Attempt
 from jobkit.run.tail import Tail
 from jobkit.run.view import LOST, View, views
-from jobkit.supervisor.devices import turns
 from jobkit.usage import show_examples, to_continue, to_type
 
 SAMPLES_SHOWN = 8

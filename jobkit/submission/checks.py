@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from jobkit import disk, start
+from jobkit.agent import devices
 from jobkit.config import layout
 from jobkit.config.machine import idle_devices
 from jobkit.config.schema import ContainerConfig
@@ -28,7 +29,6 @@ from jobkit.run.status import Status
 from jobkit.slurm import commands
 from jobkit.submission.plan import LaunchPlan
 from jobkit.submission.user_code import NotInstalled, check_command, check_task
-from jobkit.supervisor import devices
 
 PLUGIN = "jobkit.worker.job_environment:JobkitJobEnvironment"
 """Submitit, in the job, finds jobkit's environment through this entry point."""

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 
+from jobkit.agent.devices import turns
 from jobkit.disk import Looks
 from jobkit.display import Display
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE
@@ -22,7 +23,6 @@ from jobkit.run.status import Attempt, Status, next_try
 from jobkit.run.tail import Tail
 from jobkit.run.view import LOST, View, known_view
 from jobkit.submission.signals import Signals
-from jobkit.supervisor.devices import turns
 from jobkit.usage import to_type
 
 POLL_SECONDS = 0.1

@@ -4,7 +4,7 @@
           <--Welcome, Start, Signal, Ack, Leave------- Agents.send()
 
 supervisor.json (the Contact) says where the port is. loop.py does everything here in its main thread; other threads
-only call `wake`. The other end of a connection is worker/link.py.
+only call `wake`. The other end of a connection is agent/link.py.
 """
 
 from __future__ import annotations

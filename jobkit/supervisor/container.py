@@ -40,9 +40,9 @@ def command(container: ContainerConfig | None, runs_dir: Path, program: str, *ar
     command(ContainerConfig(prefix=["apptainer", "exec", "a.sif"]), Path("/runs"), "agent", "/runs/toy-11f5f19c")
     """
     if container is None or container.is_none:
-        return start.words("jobkit.worker.agent", *arguments)
+        return start.words("jobkit.agent.agent", *arguments)
     python, file = container.python or sys.executable, own_files(runs_dir) / "jobkit" / "start.py"
-    inside = [python, str(file), "jobkit.worker.inside", program, str(Path.cwd()), *arguments]
+    inside = [python, str(file), "jobkit.agent.inside", program, str(Path.cwd()), *arguments]
     return [*container.prefix, "sh", "-c", _GUARD, "jobkit", *inside]
 
 

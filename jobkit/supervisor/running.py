@@ -3,7 +3,7 @@
     news of agents --note--> Running --pressure(now)--> loop.py sends STOP or KILL
     stop reasons   --ask-->          --facts---------> attempt.close
 
-A silent rank (worker/agent.py noticed it) is asked for its stacks, then killed. This file only decides: it sends no
+A silent rank (agent/agent.py noticed it) is asked for its stacks, then killed. This file only decides: it sends no
 message, and gets the time as a number.
 """
 

@@ -21,7 +21,7 @@ from jobkit.supervisor.tries import end_of, ran_until_stopped
 from jobkit.wire.messages import LOCAL, RankPlace, Start
 
 READY_SECONDS = 1200.0
-"""How long an agent that is not ready may say nothing. An import may take 15 min (worker/preload.py): then the agent
+"""How long an agent that is not ready may say nothing. An import may take 15 min (agent/preload.py): then the agent
 ends by itself, unless it is in a call of the kernel that does not return."""
 
 

@@ -1,6 +1,6 @@
 """RankGroup: how the ranks of an attempt agree on something, in a gloo group that nothing else uses.
 
-    checkpoint/, train/, worker/ --small values, bytes--> RankGroup --gloo--> the other ranks
+    checkpoint/, parallel/, loop/ --small values, bytes--> RankGroup --gloo--> the other ranks
 
 Every method is collective: all ranks of the group call it, in the same order. An agreement never waits for a GPU, and
 never meets the training's collectives. The group's own methods are called, not those of torch.distributed: it outlives

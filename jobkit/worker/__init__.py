@@ -1,1 +1,1 @@
-"""The processes on a node: the agent, and the ranks that it forks."""
+"""The life of a rank around the training function: its start, its place, its end. Watches no other process."""

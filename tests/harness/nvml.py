@@ -52,8 +52,8 @@ class Nvml:
 
     def wait_for_words(self) -> None:
         """Let agents wait for the driver's word as long as a test waits: on a busy machine 2 s may be too few."""
-        lines = f"from jobkit.supervisor.devices import HealthWatch\nHealthWatch.ask.__defaults__ = ({PATIENCE!r},)"
-        begin_with(self.state.parent / "driver", "jobkit.worker.agent", lines)
+        lines = f"from jobkit.agent.devices import HealthWatch\nHealthWatch.ask.__defaults__ = ({PATIENCE!r},)"
+        begin_with(self.state.parent / "driver", "jobkit.agent.agent", lines)
 
     def write(self, *gpus: dict[str, Any], init: str | None = None) -> None:
         """Change the devices; `init` is the error of a driver that does not start."""

@@ -307,7 +307,7 @@ def test_training_waits_for_room_after_three_missed_checkpoints_and_goes_on(tmp_
 def test_a_job_gives_up_a_state_that_the_disk_does_not_take(tmp_path: Path) -> None:
     project = Project(tmp_path / "project", yaml=YAML.format(task="big", ranks=3) + FULL, plain=False)
     write(project)
-    for module in ("jobkit.supervisor.main", "jobkit.worker.agent"):
+    for module in ("jobkit.supervisor.main", "jobkit.agent.agent"):
         project.begin_with(module, "from jobkit import disk\ndisk.FULL_DISK_SECONDS = 2.0\n")
     with SmallDisk(tmp_path / "disk", megabytes=9) as disk:
         words = ("--local", "--detach", "--runs-dir", str(tmp_path / "disk/runs"), "params.steps=100000")

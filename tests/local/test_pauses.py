@@ -45,7 +45,7 @@ attempt.close = close_later
 
 def agent_pids(launch: Launch) -> list[int]:
     """Return the process of the agent, and those that it has forked."""
-    words = f"jobkit.worker.agent\0{launch.run.folder}".encode()
+    words = f"jobkit.agent.agent\0{launch.run.folder}".encode()
     return sorted(pid for pid in pids() if words in command_of(pid))
 
 

@@ -44,7 +44,7 @@ def test_an_agent_that_hangs_is_given_up(project: Project) -> None:
     """In the start of Python, then in an import."""
     counts = STARTS.format(file=str(project.folder / "starts"))
     project.begin_with("jobkit.supervisor.main", LIMITS)
-    project.begin_with("jobkit.worker.agent", f"{counts}if start == 1: time.sleep(1e6)")
+    project.begin_with("jobkit.agent.agent", f"{counts}if start == 1: time.sleep(1e6)")
     project.write("hangs.py", "import time, sitecustomize\nif sitecustomize.start == 2: time.sleep(1e6)")
     launch = project.submit("--local", "--detach", "preload=[hangs]", steps=5).wait_until_over()
     assert launch.causes == ["node_failure", "node_failure", "finished"]
@@ -56,7 +56,7 @@ def test_an_agent_that_hangs_is_given_up(project: Project) -> None:
 
 def test_a_cancel_ends_an_agent_that_has_not_called(project: Project) -> None:
     counts = STARTS.format(file=str(project.folder / "starts"))
-    project.begin_with("jobkit.worker.agent", f"{counts}time.sleep(1e6)")
+    project.begin_with("jobkit.agent.agent", f"{counts}time.sleep(1e6)")
     launch = project.submit("--local", "--detach", steps=5)
     (agent,) = wait_until(lambda: (project.folder / "starts").exists() and starts(project), "an agent")
     project.jobkit("cancel", launch.run.name, "-y")

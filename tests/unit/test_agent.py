@@ -18,10 +18,11 @@ from harness.runs import PATIENCE, wait_until
 from submitit.core.utils import DelayedSubmission
 
 from jobkit import start
+from jobkit.agent import processes
+from jobkit.agent.devices import Devices
 from jobkit.run import records
 from jobkit.run.records import Contact, Lease
 from jobkit.run.rundir import RunDir
-from jobkit.supervisor.devices import Devices
 from jobkit.wire.messages import (
     Ack,
     Exited,
@@ -40,7 +41,6 @@ from jobkit.wire.messages import (
     Welcome,
     encode,
 )
-from jobkit.worker import processes
 from jobkit.worker.main import Worker
 
 M = TypeVar("M")
@@ -102,7 +102,7 @@ class Supervisor:
 
     def start_agent(self) -> None:
         environment = {**os.environ, "JOBKIT_JOB_ID": JOB, "PLAIN_RANKS": "1"}
-        words = start.words("jobkit.worker.agent", str(self.run.path))
+        words = start.words("jobkit.agent.agent", str(self.run.path))
         self.agent = subprocess.Popen(words, env=environment, cwd=self.run.path.parent, start_new_session=True)
         self.accept()
 

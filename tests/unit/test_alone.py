@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from harness.runs import PATIENCE
 
+from jobkit.agent import unsupervised
+from jobkit.agent.unsupervised import Alone
 from jobkit.errors import SchedulerError
 from jobkit.run import records
 from jobkit.run.records import Lease
 from jobkit.run.rundir import RunDir
 from jobkit.slurm import jobs
 from jobkit.wire.messages import Hello, Start
-from jobkit.worker import alone
-from jobkit.worker.alone import Alone
 
 
 class Children:
@@ -74,14 +74,14 @@ class Scene:
 
 @pytest.fixture
 def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
-    monkeypatch.setattr(alone, "ASK_SECONDS", 0.0)
+    monkeypatch.setattr(unsupervised, "ASK_SECONDS", 0.0)
     return Scene(tmp_path, "local-host-1", None)
 
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
-    monkeypatch.setattr(alone, "ASK_SECONDS", 0.0)
-    monkeypatch.setattr(alone.commands, "is_available", lambda *programs: True)  # the answers are the test's
+    monkeypatch.setattr(unsupervised, "ASK_SECONDS", 0.0)
+    monkeypatch.setattr(unsupervised.commands, "is_available", lambda *programs: True)  # the answers are the test's
     scene = Scene(tmp_path, "12", "0")
     yield scene
     for pid in [pid for pid, code in scene.children.others.items() if code is None]:
@@ -97,10 +97,10 @@ def test_ranks_train_on_while_job_sh_lives(local: Scene) -> None:
 
 
 def test_ranks_save_and_the_agent_ends_where_the_job_is_dead(local: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    local.link.silent_seconds = alone.LOCAL_SECONDS - 1
+    local.link.silent_seconds = unsupervised.LOCAL_SECONDS - 1
     assert local.go_on()
     assert local.children.stopped == 0
-    local.link.silent_seconds = alone.LOCAL_SECONDS + 1
+    local.link.silent_seconds = unsupervised.LOCAL_SECONDS + 1
     assert local.go_on()
     assert local.go_on()
     assert local.children.stopped == 1
@@ -109,8 +109,8 @@ def test_ranks_save_and_the_agent_ends_where_the_job_is_dead(local: Scene, monke
 
 
 def test_ranks_that_do_not_save_are_killed(local: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alone, "LOCAL_SAVE_SECONDS", 0.0)
-    local.link.silent_seconds = alone.LOCAL_SECONDS + 1
+    monkeypatch.setattr(unsupervised, "LOCAL_SAVE_SECONDS", 0.0)
+    local.link.silent_seconds = unsupervised.LOCAL_SECONDS + 1
     assert not local.go_on(lambda: False)
     assert local.children.killed == 1
 
@@ -137,7 +137,7 @@ def test_an_idle_agent_waits_for_later_attempts(slurm: Scene) -> None:
 
 
 def test_ranks_stop_in_time_without_a_supervisor(slurm: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alone, "_wait_for_end_of_script", lambda job_id: time.sleep(2 * PATIENCE))
+    monkeypatch.setattr(unsupervised, "_wait_for_end_of_script", lambda job_id: time.sleep(2 * PATIENCE))
     slurm.alone.note_start(
         Start(attempt=3, ranks=[], world_size=2, nodes=1, master_addr="", master_port=0, time_left=1000)
     )
@@ -153,7 +153,7 @@ def test_an_agent_that_cannot_ask_slurm_leaves_the_job_alone(
     slurm: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(alone, "ASK_SECONDS", 0.0)
+    monkeypatch.setattr(unsupervised, "ASK_SECONDS", 0.0)
     for name in ("sbatch", "squeue"):  # a container may have some of Slurm's commands
         (tmp_path / name).touch(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -193,10 +193,10 @@ def test_an_agent_acts_only_for_a_batch_script_that_is_gone(
             raise OSError("the disk was away")  # then it is tried again
 
     record = f"JobId=12 JobState={state} Reason={reason}"
-    monkeypatch.setattr(alone.jobs, "show", lambda job_id: jobs.parse_job(record))
-    monkeypatch.setattr(alone.nodes, "batch_step_alive", batch_step_alive)
-    monkeypatch.setattr(alone, "close_and_requeue", act)
-    monkeypatch.setattr(alone, "SILENCE_SECONDS", 0.1 if answer == "silent for long" else 60.0)
+    monkeypatch.setattr(unsupervised.jobs, "show", lambda job_id: jobs.parse_job(record))
+    monkeypatch.setattr(unsupervised.nodes, "batch_step_alive", batch_step_alive)
+    monkeypatch.setattr(unsupervised, "close_and_requeue", act)
+    monkeypatch.setattr(unsupervised, "SILENCE_SECONDS", 0.1 if answer == "silent for long" else 60.0)
     try:
         if answer == "silent" or (answer == "alive" and reason == "None"):
             assert slurm.go_on(lambda: asked.exists() and asked.stat().st_size >= 3)

@@ -44,7 +44,7 @@ def test_without_a_prefix_and_a_python_the_agent_starts_as_ever(tmp_path: Path) 
     for config in (None, ContainerConfig()):
         assert container.command(config, tmp_path, "agent", "/runs/a")[2:] == [
             container.start.FILE,
-            "jobkit.worker.agent",
+            "jobkit.agent.agent",
             "/runs/a",
         ]
     assert not list(tmp_path.iterdir())

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from jobkit.agent import devices
+from jobkit.agent.devices import Devices
 from jobkit.config.schema import Config, Resources
 from jobkit.errors import InputError
 from jobkit.run.rundir import RunDir
-from jobkit.supervisor import devices
-from jobkit.supervisor.devices import Devices
 from jobkit.wire.messages import RankPlace
 
 Make = Callable[..., Devices]
@@ -78,7 +78,7 @@ def test_a_dead_run_in_the_line_is_passed_over(make: Make, tmp_path: Path) -> No
 import sys
 from pathlib import Path
 from jobkit.run.rundir import RunDir
-from jobkit.supervisor.devices import Devices
+from jobkit.agent.devices import Devices
 holder = Devices(RunDir({str(tmp_path / "dead")!r}), "npu", ["4", "5"], 1, each=1)
 waiter = Devices(RunDir({str(tmp_path / "dead too")!r}), "npu", ["4", "5"], 2, each=1)
 print(holder.take(), waiter.take(), flush=True)

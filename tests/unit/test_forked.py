@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from harness.runs import wait_until
 
+from jobkit.agent import processes
+from jobkit.agent.children import send
 from jobkit.config.schema import Resources
 from jobkit.run.rundir import RunDir
 from jobkit.wire.messages import RankPlace, Start
 from jobkit.wire.pages import Page, Phase
 from jobkit.wire.signals import take_stop_signals
-from jobkit.worker import processes
-from jobkit.worker.children import send
 from jobkit.worker.cpus import share_of
 from jobkit.worker.forked import become_rank, run_and_end
 from jobkit.worker.rendezvous import environment_of

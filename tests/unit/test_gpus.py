@@ -16,11 +16,11 @@ import pytest
 from harness.nvml import Nvml, answers, gpu
 from harness.runs import PATIENCE
 
+from jobkit.agent import devices, gpus
+from jobkit.agent.devices import HealthWatch, Word, watched
 from jobkit.cli import doctor
 from jobkit.cli.main import main
 from jobkit.config.schema import Config, Resources
-from jobkit.supervisor import devices, gpus
-from jobkit.supervisor.devices import HealthWatch, Word, watched
 
 Ask = Callable[..., Word | None]
 WELL = gpu()
@@ -144,7 +144,7 @@ def test_a_driver_that_hangs_is_given_up(nvml: Nvml, monkeypatch: pytest.MonkeyP
 
 def test_a_watch_ends_with_its_agent(nvml: Nvml) -> None:
     program = (
-        "import os; from jobkit.supervisor.devices import HealthWatch; "
+        "import os; from jobkit.agent.devices import HealthWatch; "
         "print(HealthWatch(['0']).pid, flush=True); os._exit(0)"
     )
     words = [sys.executable, "-c", program]

@@ -14,10 +14,10 @@ from harness.dead_mount import dead_mount
 from harness.journals import TOKEN, began, ended, make_run, submitted
 from harness.runs import is_alive, wait_until
 
+from jobkit.agent import processes
 from jobkit.run.journal import Journal, read_status
 from jobkit.run.rundir import RunDir
 from jobkit.supervisor import notify
-from jobkit.worker import processes
 
 
 @pytest.fixture

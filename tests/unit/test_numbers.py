@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from jobkit.agent import unsupervised
+from jobkit.agent.watchdog import limit
 from jobkit.cli import doctor
 from jobkit.duration import parse_seconds
 from jobkit.loop.agreement import AGREEMENT_SECONDS
@@ -16,9 +18,7 @@ from jobkit.loop.checkpoint_interval import MAX_OVERHEAD, AutoInterval
 from jobkit.run import snapshot
 from jobkit.supervisor import evidence
 from jobkit.supervisor.allocation import margin_of
-from jobkit.supervisor.watchdog import limit
 from jobkit.wire.pages import Beat, Phase
-from jobkit.worker import alone
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -82,4 +82,4 @@ def test_ranks_whose_job_is_dead_are_told_to_save_within_the_time_of_the_guarant
     (text,) = re.findall(
         r"killed on this machine \| the ranks save within (.*?) \|", (DOCS / "guarantees.md").read_text()
     )
-    assert number(text) > alone.LOCAL_SECONDS + 2 * alone.ASK_SECONDS
+    assert number(text) > unsupervised.LOCAL_SECONDS + 2 * unsupervised.ASK_SECONDS

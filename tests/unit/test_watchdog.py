@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from jobkit.supervisor.watchdog import LEAST_SECONDS, OUTSIDE_LOOP_SECONDS, Watch, limit, silence_of
+from jobkit.agent.watchdog import LEAST_SECONDS, OUTSIDE_LOOP_SECONDS, Watch, limit, silence_of
 from jobkit.wire.pages import Beat, Phase
 
 

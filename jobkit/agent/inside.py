@@ -1,6 +1,6 @@
-"""`start.py jobkit.worker.inside agent|check FOLDER ...`: the first program of jobkit in a container.
+"""`start.py jobkit.agent.inside agent|check FOLDER ...`: the first program of jobkit in a container.
 
-supervisor/container.py --prefix, python--> main --> jobkit.worker.agent, or a line for `jobkit doctor`
+supervisor/container.py --prefix, python--> main --> jobkit.agent.agent, or a line for `jobkit doctor`
 
 It says in one line what the container lacks, and ends with EXIT_UNFIT: the supervisor then tries no second time.
 """
@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
     # The paths of jobkit and of this Python also for the programs and loader workers that ranks start.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), start.ROOT]))
-    from jobkit.worker import agent
+    from jobkit.agent import agent
 
     return agent.main(rest)
 

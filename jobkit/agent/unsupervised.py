@@ -15,6 +15,8 @@ import sys
 import time
 import traceback
 
+from jobkit.agent.children import Children, send
+from jobkit.agent.link import Link
 from jobkit.errors import SchedulerError
 from jobkit.log import log
 from jobkit.run.journal import read_status
@@ -26,9 +28,7 @@ from jobkit.supervisor.attempt import rescue
 from jobkit.supervisor.requeue import start_again
 from jobkit.supervisor.tenure import Me
 from jobkit.wire.messages import Hello, Start
-from jobkit.worker.children import Children, send
 from jobkit.worker.forked import die_with_parent
-from jobkit.worker.link import Link
 
 LOCAL_SECONDS = 10.0
 """How long an agent waits where job.sh is dead too, as its lock proves: nobody starts the supervisor again."""

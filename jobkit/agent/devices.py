@@ -177,7 +177,7 @@ def _tickets(tickets: Path) -> list[dict[str, Any]]:
 
 def _in_use(names: list[str]) -> tuple[dict[str, str], dict[str, list[str]]]:
     """By name: the UUIDs of devices, and the processes of other users on them, in words."""
-    from jobkit.supervisor.gpus import opened  # a list of runs needs no driver
+    from jobkit.agent.gpus import opened  # a list of runs needs no driver
 
     with opened(names) as gpus:
         return {name: gpu.uuid for name, gpu in gpus.items()}, {name: gpu.users for name, gpu in gpus.items()}
@@ -207,7 +207,7 @@ class HealthWatch:
     """
 
     def __init__(self, names: list[str]) -> None:
-        words = start.words("jobkit.supervisor.gpus", *names)
+        words = start.words("jobkit.agent.gpus", *names)
         self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     @property

@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jobkit import mirror
+from jobkit.agent import processes
+from jobkit.agent.devices import HealthWatch, Word
+from jobkit.agent.processes import Process
+from jobkit.agent.watchdog import Watch
 from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE
-from jobkit.supervisor.devices import HealthWatch, Word
 from jobkit.supervisor.diagnosis import OF_A_STOP
-from jobkit.supervisor.watchdog import Watch
 from jobkit.wire.messages import Exited, Signal, Silent
 from jobkit.wire.pages import Page, Phase
-from jobkit.worker import processes
-from jobkit.worker.processes import Process
 
 LOOK_SECONDS = 1.0
 

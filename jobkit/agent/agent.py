@@ -1,11 +1,11 @@
-"""`jobkit/start.py jobkit.worker.agent RUNDIR`: the process of each node that forks the ranks, and outlives them.
+"""`jobkit/start.py jobkit.agent.agent RUNDIR`: the process of each node that forks the ranks, and outlives them.
 
     supervisor --Start, Signal, Leave--------> agent --fork--> ranks
                <-Ready, Exited, Signalled, Silent--  <-exit codes, pages--
 
 It imports torch for all attempts, so that a rank starts in milliseconds. A fork copies one thread and no state of a
 device, so an agent has one thread and touches no device. A supervisor that is killed comes back: meanwhile the ranks
-train on, and worker/alone.py decides how long.
+train on, and agent/unsupervised.py decides how long.
 """
 
 from __future__ import annotations
@@ -21,12 +21,17 @@ from dataclasses import replace
 from typing import NoReturn
 
 from jobkit import mirror
+from jobkit.agent import devices
+from jobkit.agent.children import Children, send
+from jobkit.agent.link import Link
+from jobkit.agent.preload import import_for_ranks
+from jobkit.agent.processes import Process, has_variables, identify, lives, with_variables
+from jobkit.agent.unsupervised import Alone
+from jobkit.agent.watchdog import Watch, silence_of
 from jobkit.config.schema import Config
 from jobkit.log import configure, log
 from jobkit.run.rundir import RunDir
 from jobkit.slurm.jobs import restart_count
-from jobkit.supervisor import devices
-from jobkit.supervisor.watchdog import Watch, silence_of
 from jobkit.wire.messages import (
     LOCAL,
     Exited,
@@ -42,12 +47,7 @@ from jobkit.wire.messages import (
 )
 from jobkit.wire.pages import Kept, Page
 from jobkit.wire.signals import STOP_SIGNALS, AgentSignals
-from jobkit.worker.alone import Alone
-from jobkit.worker.children import Children, send
 from jobkit.worker.forked import become_rank, run_rank_program, start_anew
-from jobkit.worker.link import Link
-from jobkit.worker.preload import import_for_ranks
-from jobkit.worker.processes import Process, has_variables, identify, lives, with_variables
 from jobkit.worker.rendezvous import Reservation, environment_of
 from jobkit.worker.salvage import run_salvage
 
