@@ -130,7 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Make the submission that the command line says; returns the exit code."""
     from jobkit.config.load import read_source
     from jobkit.run.runs import runs_dir_of
-    from jobkit.submission import chain
+    from jobkit.submission import after
     from jobkit.submission.plan import target
 
     manner, runs_dir, fork = manner_of(arguments), runs_dir_of(arguments.runs_dir), _fork_of(arguments)
@@ -145,7 +145,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.max_running:
         raise InputError("there is no sweep", key="--max-running", hint="see --sweep and --sweep-file")
     loaded = source.loaded()
-    loaded = chain.resolve(loaded, arguments.after, runs_dir)
+    loaded = after.resolve(loaded, arguments.after, runs_dir)
     place = target(loaded.config, local=arguments.local, cluster=arguments.cluster)
     plan = plan_of(loaded, runs_dir, place)
     if fork is not None:
@@ -175,7 +175,7 @@ def resume(run: RunDir, manner: Manner) -> int:
     """
     from jobkit.config.load import load
     from jobkit.run.journal import read_status
-    from jobkit.submission import chain, checks
+    from jobkit.submission import after, checks
     from jobkit.submission.plan import target
 
     checks.refuse_foreign(run)
@@ -184,7 +184,7 @@ def resume(run: RunDir, manner: Manner) -> int:
     submitted = status.submitted
     if submitted is not None and submitted.launcher is not None:
         raise InputError(f"jobkit does not start its ranks: {to_continue(run.path, submitted)}", key=run.name)
-    loaded = chain.resolve(load(run.config_file, is_own=True), (), run.path.parent, may_be_gone=bool(status.attempts))
+    loaded = after.resolve(load(run.config_file, is_own=True), (), run.path.parent, may_be_gone=bool(status.attempts))
     place = target(loaded.config, local=False, cluster=submitted.entry if submitted is not None else None)
     enter_folder(submitted)
     return _start(plan_of(loaded, run.path.parent, place, run.code).at(run), None, "this", manner)
@@ -259,7 +259,7 @@ def _sweep(
     """Submit the runs of a sweep, or show them; returns the exit code."""
     from jobkit.run.runs import runs_dir_of
     from jobkit.run.secrets import masked_word
-    from jobkit.submission import chain, local_sweep, sweep
+    from jobkit.submission import after, local_sweep, sweep
     from jobkit.submission.plan import target
     from jobkit.submission.signals import Signals
 
@@ -271,7 +271,7 @@ def _sweep(
     loaded = [(" ".join(masked_word(word) for word, _ in point), source.loaded(point)) for point in points]
     config = loaded[0][1].config
     if config.after or arguments.after:
-        loaded = [(words, chain.resolve(point, arguments.after, runs_dir)) for words, point in loaded]
+        loaded = [(words, after.resolve(point, arguments.after, runs_dir)) for words, point in loaded]
     place = target(config, local=arguments.local, cluster=arguments.cluster)
     is_here = place.scheduler == "local"
     if manner.follow and not is_here:

@@ -25,8 +25,8 @@ from jobkit.slurm import commands, jobs, nodes
 from jobkit.supervisor import notify
 from jobkit.supervisor.allocation import margin_of
 from jobkit.supervisor.attempt import rescue
+from jobkit.supervisor.lease import Me
 from jobkit.supervisor.requeue import start_again
-from jobkit.supervisor.tenure import Me
 from jobkit.wire.messages import Hello, Start
 from jobkit.worker.forked import die_with_parent
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from jobkit.cli.arguments import add_runs, chosen, confirm, each, way_out
 from jobkit.errors import EXIT_FINISHED, InputError
 from jobkit.run import older, snapshot
-from jobkit.run.chain import awaited
+from jobkit.run.after import awaited
 from jobkit.run.files import foreign_owner, read_json
 from jobkit.run.journal import cached_status
 from jobkit.run.locks import make_folder

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from jobkit.errors import InputError, nearest
-from jobkit.run.chain import waits_for
+from jobkit.run.after import waits_for
 from jobkit.run.files import leaves
 from jobkit.run.journal import cached_status, read_status
 from jobkit.run.records import Progress

@@ -20,7 +20,7 @@ from jobkit.duration import format_seconds
 from jobkit.errors import EXIT_FINISHED
 from jobkit.run import records
 from jobkit.run.accounting import Account, accounts, goodput
-from jobkit.run.chain import waits_for
+from jobkit.run.after import waits_for
 from jobkit.run.files import json_text, read_json
 from jobkit.run.older import HINT
 from jobkit.run.records import Ended, Progress

@@ -16,7 +16,7 @@ from jobkit.agent.devices import turns
 from jobkit.disk import Looks
 from jobkit.display import Display
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE
-from jobkit.run.chain import waits_for
+from jobkit.run.after import waits_for
 from jobkit.run.journal import known_status, read_status
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Attempt, Status, next_try

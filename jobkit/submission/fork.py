@@ -23,7 +23,7 @@ from jobkit.config.identity import run_name
 from jobkit.config.yamlfile import read_yaml
 from jobkit.errors import InputError, NoSuchRun
 from jobkit.run import records
-from jobkit.run.chain import predecessors
+from jobkit.run.after import predecessors
 from jobkit.run.files import foreign_owner, read_json, sync_file, sync_folder
 from jobkit.run.journal import read_status
 from jobkit.run.older import HINT

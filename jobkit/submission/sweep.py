@@ -34,7 +34,7 @@ from jobkit.run.rundir import RunDir
 from jobkit.run.runs import SWEEP, identity_of, newest
 from jobkit.run.view import UNDER_WAY, View, look, views
 from jobkit.slurm import commands
-from jobkit.submission import chain, checks, transaction
+from jobkit.submission import after, checks, transaction
 from jobkit.submission.plan import LaunchPlan
 
 SPARE_FILES = 200
@@ -192,7 +192,7 @@ def _depending(plans: Sequence[LaunchPlan]) -> list[LaunchPlan]:
     for plan in plans:
         key = repr(plan.config.after)
         if key not in options:
-            options[key] = chain.depend(plan).parameters.get("dependency")
+            options[key] = after.depend(plan).parameters.get("dependency")
     return [
         dataclasses.replace(plan, parameters={**plan.parameters, "dependency": dependency}) if dependency else plan
         for plan in plans

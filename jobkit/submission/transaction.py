@@ -30,7 +30,7 @@ from jobkit.run.rundir import RunDir
 from jobkit.run.runs import versions
 from jobkit.run.view import UNDER_WAY, View, view
 from jobkit.slurm import commands
-from jobkit.submission import chain, checks
+from jobkit.submission import after, checks
 from jobkit.submission.plan import LaunchPlan
 from jobkit.submission.sbatch import patiently
 from jobkit.usage import to_type
@@ -89,7 +89,7 @@ def submit(
                 raise SchedulerError(f"{run.name}: {before.words}; a second job could train beside it; {gone}")
             return Outcome(run=run, before=before, started=False, job_id=before.job_id)
         checks.refuse_foreign(run)
-        plan = keep_seed(chain.depend(plan.at(run)))
+        plan = keep_seed(after.depend(plan.at(run)))
         journal = None
         try:
             journal = _prepare(plan.at(run), folder, code, before, prepare)

@@ -21,9 +21,9 @@ from jobkit.config.schema import ContainerConfig
 from jobkit.run.rundir import RunDir
 from jobkit.supervisor import container
 from jobkit.supervisor.diagnosis import FailedSetup, last_words
+from jobkit.supervisor.lease import Tenure
 from jobkit.supervisor.placement import Placement
 from jobkit.supervisor.retry import Decision, Room
-from jobkit.supervisor.tenure import Tenure
 from jobkit.wire.messages import LOCAL
 
 if TYPE_CHECKING:

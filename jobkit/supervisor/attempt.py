@@ -24,8 +24,8 @@ from jobkit.run.rundir import RunDir
 from jobkit.run.status import Attempt, Status
 from jobkit.supervisor.closing import REQUESTS, Unsaved, cancel_of, end_attempt, facts_of_lost, facts_of_rescue
 from jobkit.supervisor.diagnosis import Facts
+from jobkit.supervisor.lease import Me, NotRunnable, Tenure, way_back
 from jobkit.supervisor.retry import Decision, Room
-from jobkit.supervisor.tenure import Me, NotRunnable, Tenure, way_back
 
 T = TypeVar("T")
 

@@ -19,8 +19,8 @@ from jobkit.run.records import Cancelled, Cause, Ended, Finished, Lease, Request
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Attempt, Status, fold
 from jobkit.supervisor.diagnosis import Facts, LostNode, Traces, Verdict, diagnose, last_words
+from jobkit.supervisor.lease import Me, Tenure
 from jobkit.supervisor.retry import Decision, Room, decide
-from jobkit.supervisor.tenure import Me, Tenure
 
 REQUESTS: dict[str, Cause] = {"cancel": "cancelled", "stop": "stopped", "preempt": "preempted"}
 """The wishes of commands; rather a cancel than a stop or a preemption."""

@@ -25,12 +25,12 @@ from jobkit.supervisor import notify
 from jobkit.supervisor.agents import Agent, Agents, Lost, News
 from jobkit.supervisor.allocation import MARGIN_SECONDS, Allocation, Look, margin_of
 from jobkit.supervisor.attempt import EXIT_RUN_FAILED
-from jobkit.supervisor.background import Background
 from jobkit.supervisor.closing import REQUESTS, Unsaved, request_of
+from jobkit.supervisor.lease import Tenure
+from jobkit.supervisor.poller import Background
 from jobkit.supervisor.retry import Decision
 from jobkit.supervisor.running import Pressure, Running
 from jobkit.supervisor.starter import CannotStart, Starter
-from jobkit.supervisor.tenure import Tenure
 from jobkit.wire.messages import LOCAL, Hello, Signal, Signalled, SignalName
 
 QUIET_SECONDS, UNCLEAR_SECONDS = 30.0, 2.0

@@ -20,12 +20,12 @@ from jobkit.log import configure, log
 from jobkit.run.journal import read_status
 from jobkit.run.rundir import RunDir
 from jobkit.run.secrets import masked_word
-from jobkit.supervisor import chain, notify
+from jobkit.supervisor import after, notify
 from jobkit.supervisor.allocation import Allocation
 from jobkit.supervisor.attempt import take_over
 from jobkit.supervisor.diagnosis import FailedSetup, last_words
+from jobkit.supervisor.lease import Me, NotRunnable
 from jobkit.supervisor.loop import DISK_SECONDS, Supervisor, once_there_is_room
-from jobkit.supervisor.tenure import Me, NotRunnable
 from jobkit.wire.messages import LOCAL
 
 T = TypeVar("T")
@@ -100,7 +100,7 @@ def _run(run: RunDir, me: Me, scheduler: str, srun_arguments: Sequence[str], sig
     tenure = _patiently(lambda: take_over(run, me))
     failed_setup = _failed_setup(run, me)
     if failed_setup is None:
-        _patiently(lambda: chain.wait(tenure, signals))
+        _patiently(lambda: after.wait(tenure, signals))
     if scheduler == "slurm":
         from jobkit.supervisor.slurm_allocation import SlurmAllocation
 

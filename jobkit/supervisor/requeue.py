@@ -23,9 +23,9 @@ from jobkit.run.records import Cancelled, Refused, new_token
 from jobkit.slurm import commands, jobs, nodes
 from jobkit.slurm.jobs import Job
 from jobkit.supervisor.closing import cancel_of
+from jobkit.supervisor.lease import Me
 from jobkit.supervisor.placement import nodes_to_use
 from jobkit.supervisor.retry import Decision
-from jobkit.supervisor.tenure import Me
 
 PAUSE_SECONDS = 5.0
 """Between two tries to reach a controller that is away. A controller that is back ends a job whose script has died: a

@@ -25,9 +25,9 @@ from jobkit.slurm import commands, jobs, nodes
 from jobkit.supervisor import container, requeue
 from jobkit.supervisor.allocation import KILLED_SECONDS, MOST_TRIES, Allocation, LaunchFailure, Look, margin_of
 from jobkit.supervisor.diagnosis import last_words
+from jobkit.supervisor.lease import Me, NotRunnable, Tenure, way_back
 from jobkit.supervisor.placement import Placement
 from jobkit.supervisor.retry import Decision, Room
-from jobkit.supervisor.tenure import Me, NotRunnable, Tenure, way_back
 
 NO_CODE = -1
 """Stands for srun's exit code where a node fails without one. Alone it is to blame then, also in a job of one node."""

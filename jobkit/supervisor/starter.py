@@ -15,8 +15,8 @@ from jobkit.log import log
 from jobkit.supervisor.agents import Agents
 from jobkit.supervisor.allocation import Allocation, LaunchFailure, Look
 from jobkit.supervisor.diagnosis import FailedSetup, LostNode
+from jobkit.supervisor.lease import Tenure
 from jobkit.supervisor.placement import Placement, nodes_to_use
-from jobkit.supervisor.tenure import Tenure
 from jobkit.supervisor.tries import end_of, ran_until_stopped
 from jobkit.wire.messages import LOCAL, RankPlace, Start
 

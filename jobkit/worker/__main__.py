@@ -32,14 +32,14 @@ def run(arguments: argparse.Namespace) -> int:
     loaded = load(arguments.experiment, arguments.overrides)
     from jobkit.loop.context import Context
     from jobkit.loop.join import take_threads
-    from jobkit.worker import launched
+    from jobkit.worker import foreign_attempt
     from jobkit.worker.command import run_command
     from jobkit.worker.ending import recorded
-    from jobkit.worker.launcher import find_launch
+    from jobkit.worker.launchers import find_launch
     from jobkit.worker.task import finish_task, load_task
 
     run_dir = RunDir(runs_dir_of(arguments.runs_dir) / run_name(loaded.config))
-    begun = launched.begin(loaded, run_dir, find_launch(os.environ))
+    begun = foreign_attempt.begin(loaded, run_dir, find_launch(os.environ))
     if begun is None:
         return EXIT_FINISHED
     if loaded.config.command:

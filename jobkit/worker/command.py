@@ -31,7 +31,7 @@ from jobkit.worker.forked import die_with_parent
 from jobkit.worker.rendezvous import Reservation
 
 if TYPE_CHECKING:
-    from jobkit.worker.launched import Launched
+    from jobkit.worker.foreign_attempt import Launched
 
 POLL_SECONDS = 0.1
 """Between two looks at a program that runs as a child."""

@@ -49,10 +49,10 @@ from jobkit.loop.rank import Rank
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import runs_dir_of
 from jobkit.wire.signals import STOP_SIGNALS, take_stop_signals
-from jobkit.worker import launched
+from jobkit.worker import foreign_attempt
 from jobkit.worker.ending import end_of, explained, record
-from jobkit.worker.launched import Launched
-from jobkit.worker.launcher import Topology, find_launch
+from jobkit.worker.foreign_attempt import Launched
+from jobkit.worker.launchers import Topology, find_launch
 
 OF_LAUNCHER = frozenset({"local_rank", "distributed", "dist_backend", "dist_url"})
 """Arguments that torch.distributed.launch gives a script, or that the references' `init_distributed_mode(args)` sets:
@@ -113,7 +113,7 @@ def init(
         values = _values(params, launch.topology)
         loaded = load(Path(config), _words(name, values, seed), _program()) if config else _loaded(name, values, seed)
         folder = runs_dir_of(Path(runs_dir) if runs_dir is not None else None)
-        begun = launched.begin(loaded, RunDir(folder / run_name(loaded.config)), launch)
+        begun = foreign_attempt.begin(loaded, RunDir(folder / run_name(loaded.config)), launch)
     except JobkitError as error:
         print(f"error: {_of_init(error) if isinstance(error, InputError) else error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None

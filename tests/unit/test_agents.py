@@ -16,8 +16,8 @@ from jobkit.run.rundir import RunDir
 from jobkit.supervisor import agents as module
 from jobkit.supervisor.agents import Agents, Lost
 from jobkit.supervisor.allocation import Allocation, Look
+from jobkit.supervisor.lease import Me, Tenure
 from jobkit.supervisor.starter import READY_SECONDS, Starter
-from jobkit.supervisor.tenure import Me, Tenure
 from jobkit.wire.messages import (
     Ack,
     Exited,

@@ -26,8 +26,8 @@ from jobkit.slurm.jobs import Job
 from jobkit.supervisor.attempt import EXIT_RUN_FAILED, begin, close, pause, rescue, take_over, unsaved_step
 from jobkit.supervisor.closing import Unsaved
 from jobkit.supervisor.diagnosis import Facts, LostNode
+from jobkit.supervisor.lease import Me, NotRunnable, Tenure
 from jobkit.supervisor.retry import PAUSES, Room
-from jobkit.supervisor.tenure import Me, NotRunnable, Tenure
 from jobkit.wire.messages import Exited
 
 HERE = Room(in_place=lambda without: True)

@@ -10,10 +10,10 @@ from harness.journals import began, ended, finished, make_run, submitted
 
 from jobkit.config.load import load
 from jobkit.errors import InputError, NoSuchRun
-from jobkit.run.chain import decide, waits_for
+from jobkit.run.after import decide, waits_for
 from jobkit.run.journal import Journal, read_status
 from jobkit.run.rundir import RunDir
-from jobkit.submission import chain
+from jobkit.submission import after
 from jobkit.submission.plan import LaunchPlan, Target, make_plan
 
 
@@ -62,7 +62,7 @@ def under_way(runs_dir: Path, name: str = FIRST, **fields: object) -> RunDir:
 def test_a_finished_run_is_followed_at_once(tmp_path: Path) -> None:
     make_run(tmp_path / "runs", FIRST, submitted(), began(), ended(), finished())
     plan = plan_after(tmp_path / "runs", FIRST)
-    assert chain.depend(plan) is plan
+    assert after.depend(plan) is plan
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_finished_run_is_followed_at_once(tmp_path: Path) -> None:
 def test_a_run_whose_end_would_not_be_seen_is_refused(tmp_path: Path, events: list, words: str) -> None:  # type: ignore[type-arg]
     make_run(tmp_path / "runs", FIRST, *events)
     with pytest.raises(InputError) as caught:
-        chain.depend(plan_after(tmp_path / "runs", FIRST))
+        after.depend(plan_after(tmp_path / "runs", FIRST))
     assert (caught.value.key, caught.value.found) == ("after", FIRST)
     assert words in str(caught.value)
     assert caught.value.hint
@@ -87,11 +87,11 @@ def test_a_circle_is_refused(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     base = plan_after(runs)
     with pytest.raises(InputError, match="itself"):
-        chain.depend(plan_after(runs, base.run.name))
+        after.depend(plan_after(runs, base.run.name))
     under_way(runs, "near-11f5f19c", after=[base.run.name])
     far = under_way(runs, "far-11f5f19c", after=["near-11f5f19c"])
     with pytest.raises(InputError, match="waits for this one"):
-        chain.depend(plan_after(runs, "far-11f5f19c"))
+        after.depend(plan_after(runs, "far-11f5f19c"))
     assert waits_for(far, read_status(far)) == "near-11f5f19c (queued)"
     for event in (began(), ended("preempted", "requeue")):  # once it has begun it waits no more, also in the queue
         Journal(far).append(event)
@@ -104,10 +104,10 @@ def test_words_become_names_of_runs(tmp_path: Path) -> None:
     make_run(other, "far-22222222", submitted())
     loaded = plan_after(runs, "toy", "gone").loaded
     with pytest.raises(NoSuchRun) as caught:
-        chain.resolve(loaded, (), runs)
+        after.resolve(loaded, (), runs)
     assert (caught.value.key, caught.value.found) == ("after", "gone")
     (runs / "toy.sweep").write_text(f"{FIRST}\ntoy-99999999\n")
     with pytest.raises(InputError, match="have not begun"):
-        chain.resolve(plan_after(runs, "toy").loaded, ["toy.sweep"], runs)
-    resolved = chain.resolve(loaded, ["toy-1", str(other / "far-22222222")], runs, may_be_gone=True)
+        after.resolve(plan_after(runs, "toy").loaded, ["toy.sweep"], runs)
+    resolved = after.resolve(loaded, ["toy-1", str(other / "far-22222222")], runs, may_be_gone=True)
     assert resolved.config.after == resolved.written["after"] == [FIRST, str(other / "far-22222222")]

@@ -27,10 +27,10 @@ def test_the_copy_is_one_that_submitit_finds_its_plugin_in(tmp_path: Path) -> No
 def test_files_that_a_sweep_of_the_disk_took_are_written_again(tmp_path: Path) -> None:
     copy = container.own_files(tmp_path)
     (copy / "jobkit" / "start.py").unlink()
-    (copy / "jobkit" / "worker" / "agent.py").write_text("")
+    (copy / "jobkit" / "agent" / "agent.py").write_text("")
     assert container.own_files(tmp_path) == copy
     assert (copy / "jobkit" / "start.py").read_bytes() == Path(container.start.FILE).read_bytes()
-    assert (copy / "jobkit" / "worker" / "agent.py").stat().st_size
+    assert (copy / "jobkit" / "agent" / "agent.py").stat().st_size
 
 
 def test_a_copy_of_another_user_is_not_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,7 @@ def test_an_import_that_hangs_ends_the_agent_and_shows_where(tmp_path: Path) -> 
 import os, sys
 from jobkit.run.rundir import RunDir
 from jobkit.config.schema import Config
-from jobkit.worker import preload
+from jobkit.agent import preload
 os.environ[preload.PLAIN_RANKS] = "1"  # the import of torch would take longer
 sys.path.insert(0, {str(tmp_path)!r})
 run, config = RunDir({str(tmp_path / "toy")!r}), Config(name="toy", task="toy:train", preload=[])

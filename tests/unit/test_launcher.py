@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jobkit.errors import DistributedError
-from jobkit.worker.launcher import Launch, Topology, find_launch
+from jobkit.worker.launchers import Launch, Topology, find_launch
 
 SRUN = {
     "SLURM_JOB_ID": "7",

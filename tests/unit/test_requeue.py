@@ -15,8 +15,8 @@ from jobkit.run.records import Ended, Submitted
 from jobkit.run.rundir import RunDir
 from jobkit.slurm.jobs import Job
 from jobkit.supervisor import requeue
+from jobkit.supervisor.lease import Me
 from jobkit.supervisor.retry import Decision
-from jobkit.supervisor.tenure import Me
 
 NOW = 1000.0
 JOB = Job("7", "RUNNING", "None", NOW - 100, NOW + 900, "n1,n2,n3", "low", "jobkit:toy:1:abc")

@@ -14,9 +14,9 @@ from jobkit.run.journal import Journal
 from jobkit.run.records import Began, Ended, Request
 from jobkit.run.rundir import RunDir
 from jobkit.supervisor.agents import Agent, Lost, News
+from jobkit.supervisor.lease import Me, Tenure
 from jobkit.supervisor.loop import Supervisor
 from jobkit.supervisor.running import END_SECONDS, REPORT_SECONDS, STACKS_SECONDS, Pressure, Running
-from jobkit.supervisor.tenure import Me, Tenure
 from jobkit.wire.messages import Exited, Hello, NotStarted, Signalled, Silent
 
 NODES = {node: Agent(node, process="a") for node in ("n1", "n2", "n3")}

@@ -15,7 +15,7 @@ from jobkit.config.schema import AUTO
 from jobkit.errors import InputError
 from jobkit.loop.values import Values
 from jobkit.worker import script
-from jobkit.worker.launcher import Topology
+from jobkit.worker.launchers import Topology
 
 
 def test_arguments_of_init_win_over_its_yaml(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from harness.runs import wait_until
 from jobkit.config.schema import Config
 from jobkit.slurm import nodes
 from jobkit.supervisor.allocation import LaunchFailure, Look
+from jobkit.supervisor.lease import Me, NotRunnable
 from jobkit.supervisor.placement import Placement
 from jobkit.supervisor.slurm_allocation import SlurmAllocation, this_job
-from jobkit.supervisor.tenure import Me, NotRunnable
 
 SRUN = """\
 #!/bin/sh

@@ -23,7 +23,7 @@ from jobkit.run.rundir import RunDir
 from jobkit.run.status import Status
 from jobkit.run.view import views
 from jobkit.slurm import commands
-from jobkit.submission import chain, sbatch, sweep, transaction
+from jobkit.submission import after, sbatch, sweep, transaction
 from jobkit.submission.plan import make_plan, target
 from jobkit.submission.transaction import Outcome, Which
 
@@ -335,7 +335,7 @@ def test_bad_input_of_the_runs_directory_is_refused(slurm: Slurm) -> None:
 def test_a_run_after_another_one_depends_on_its_job(slurm: Slurm) -> None:
     first, runs = submit(slurm), slurm.folder / "runs"
     loaded = load(Path("toy.yaml"), ["seed=2", "clusters={slurm: {dependency: singleton}}"])
-    loaded = chain.resolve(loaded, ["toy"], runs)
+    loaded = after.resolve(loaded, ["toy"], runs)
     place = target(loaded.config, local=False, cluster="slurm")
     second = transaction.submit(make_plan(loaded, runs, place), Path.cwd())
     assert f"#SBATCH --dependency=singleton,afterany:{first.job_id}\n" in second.run.batch_script.read_text()

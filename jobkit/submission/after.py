@@ -2,7 +2,7 @@
 
     words --resolve--> config.yaml, whole names --depend, under the run's lock--> #SBATCH --dependency=afterany:17
 
-The job looks at those runs again when it starts (supervisor/chain.py): a job may end before its run is finished.
+The job looks at those runs again when it starts (supervisor/after.py): a job may end before its run is finished.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from jobkit.config.load import Loaded
 from jobkit.errors import InputError, NoSuchRun
-from jobkit.run.chain import predecessors, waits_on
+from jobkit.run.after import predecessors, waits_on
 from jobkit.run.runs import absent_runs, find
 from jobkit.run.view import View, views
 from jobkit.slurm import jobs

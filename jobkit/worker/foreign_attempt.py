@@ -36,14 +36,14 @@ from jobkit.run.view import UNDER_WAY, view
 from jobkit.supervisor import attempt
 from jobkit.supervisor.closing import REQUESTS, request_of
 from jobkit.supervisor.diagnosis import Facts
+from jobkit.supervisor.lease import Me, Tenure
 from jobkit.supervisor.retry import Room
-from jobkit.supervisor.tenure import Me, Tenure
 from jobkit.usage import to_type
 from jobkit.wire.group import RankGroup
 from jobkit.wire.messages import Exited
 from jobkit.wire.pages import VARIABLE, Page
 from jobkit.wire.signals import take_stop_signals
-from jobkit.worker.launcher import Launch
+from jobkit.worker.launchers import Launch
 from jobkit.worker.rendezvous import Reservation
 
 REQUEST_SECONDS = 1.0

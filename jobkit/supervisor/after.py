@@ -12,12 +12,12 @@ import time
 from typing import NoReturn
 
 from jobkit.log import log
-from jobkit.run.chain import awaited, decide
+from jobkit.run.after import awaited, decide
 from jobkit.run.records import Cancelled, Event, Refused
 from jobkit.run.view import views
 from jobkit.supervisor.closing import cancel_of
+from jobkit.supervisor.lease import NotRunnable, Tenure, way_back
 from jobkit.supervisor.retry import Decision
-from jobkit.supervisor.tenure import NotRunnable, Tenure, way_back
 
 LOOK_SECONDS = 1.0
 
