@@ -345,7 +345,7 @@ def test_a_later_check_gets_the_place_of_its_key(tmp_path: Path) -> None:
     }
 
 
-RECIPES = [file for root in Path(__file__).parents[2:4] for file in sorted((root / "experiments").glob("*.yaml"))]
+RECIPES = [file for root in Path(__file__).parents[3:5] for file in sorted((root / "experiments").glob("*.yaml"))]
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=[file.name for file in RECIPES])

@@ -611,7 +611,7 @@ def test_there_is_nothing_to_preempt(tmp_path: Path, events: list[Event], monkey
 def test_the_page_for_agents_names_every_command(capsys: Capture) -> None:
     assert main(["--help-agent"]) == 0
     page = capsys.readouterr().out
-    assert page == (Path(__file__).parents[2] / "AGENTS.md").read_text(encoding="utf-8")
+    assert page == (Path(__file__).parents[3] / "AGENTS.md").read_text(encoding="utf-8")
     assert [verb for verb in VERBS if f"`python -m jobkit {verb} " not in page and f"jobkit {verb}`" not in page] == []
 
 
