@@ -39,7 +39,7 @@ EXAMPLES = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Manner:
+class FollowOptions:
     """How a command stays with the run that it starts."""
 
     detach: bool = False
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from", dest="start", metavar="RUN[@STEP]", help="a new run that begins with a checkpoint of another"
     )
     parser.add_argument("--weights-only", action="store_true", help="with --from: its weights alone, from step 0")
-    add_manner(parser)
+    add_follow_options(parser)
     parser.add_argument(
         "--runs-dir", type=Path, metavar="DIR", help="where runs live (default: $JOBKIT_RUNS or ./runs)"
     )
@@ -99,7 +99,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def add_manner(parser: argparse.ArgumentParser) -> None:
+def add_follow_options(parser: argparse.ArgumentParser) -> None:
     """Define --detach, --follow, --json and --notify, which `jobkit resume` has too."""
     parser.add_argument("--detach", action="store_true", help="on this machine: in the background, return at once")
     parser.add_argument("--follow", action="store_true", help="on Slurm: stay, and show output and progress")
@@ -113,12 +113,12 @@ def add_manner(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def manner_of(arguments: argparse.Namespace) -> Manner:
+def manner_of(arguments: argparse.Namespace) -> FollowOptions:
     """Return the manner that the options say. Raises InputError for two that exclude each other."""
     if arguments.follow and (arguments.detach or arguments.json):
         other = "--detach" if arguments.detach else "--json"
         raise InputError(f"{other} returns at once", key="--follow", hint="give one of them")
-    return Manner(
+    return FollowOptions(
         detach=arguments.detach or arguments.json,
         follow=arguments.follow,
         as_json=arguments.json,
@@ -168,7 +168,7 @@ def _fork_of(arguments: argparse.Namespace) -> Fork | None:
     return Fork.of(arguments.start, weights_only=arguments.weights_only, runs_dir=runs_dir)
 
 
-def resume(run: RunDir, manner: Manner) -> int:
+def resume(run: RunDir, manner: FollowOptions) -> int:
     """Continue a run as it was last submitted: its config, its code, its place. Returns the exit code.
 
     The config that others could have written is refused before it is read.
@@ -205,7 +205,7 @@ def plan_of(loaded: Loaded, runs_dir: Path, place: Target, folder: Path | None =
     return plan
 
 
-def _start(plan: LaunchPlan, code: Path | None, which: Which, manner: Manner, fork: Fork | None = None) -> int:
+def _start(plan: LaunchPlan, code: Path | None, which: Which, manner: FollowOptions, fork: Fork | None = None) -> int:
     """Start the run of a plan, and stay with it where that is wanted; returns the exit code."""
     from jobkit.disk import may_return
     from jobkit.submission import transaction
@@ -235,7 +235,7 @@ def _start(plan: LaunchPlan, code: Path | None, which: Which, manner: Manner, fo
     return follow(outcome.run) if manner.follow and outcome.before.state != "finished" else EXIT_FINISHED
 
 
-def _preparation(manner: Manner, fork: Fork | None) -> Callable[[LaunchPlan], None]:
+def _preparation(manner: FollowOptions, fork: Fork | None) -> Callable[[LaunchPlan], None]:
     """Return the function that prepares the directory of each run that starts, before there is a job."""
     from jobkit.run import secrets
     from jobkit.supervisor import notify
@@ -254,7 +254,7 @@ def _preparation(manner: Manner, fork: Fork | None) -> Callable[[LaunchPlan], No
 
 
 def _sweep(
-    arguments: argparse.Namespace, source: Source, points: list[Point], manner: Manner, fork: Fork | None
+    arguments: argparse.Namespace, source: Source, points: list[Point], manner: FollowOptions, fork: Fork | None
 ) -> int:
     """Submit the runs of a sweep, or show them; returns the exit code."""
     from jobkit.run.runs import runs_dir_of

@@ -1,6 +1,6 @@
 """The nature of an error, from its type: may time mend it, another device, or only a person?
 
-    rank or worker: exception --nature_of--> End.nature --> supervisor/retry.py
+    rank or worker: exception --nature_of--> RankReport.nature --> supervisor/retry.py
 
     program    a type that only a programmer mends: KeyError, an assertion of a kernel
     outside    a disk, a network or a service: ConnectionError, EIO

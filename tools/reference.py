@@ -108,7 +108,14 @@ JSON = {
     "diff": ("cli/diff.py", "run", "one object; `config` and `outcome`: key -> the two values; `code`: lines"),
     "verify": ("verify/runs.py", "Report", "one object"),
 }
-RECORDS = (status.Status, status.Attempt, records.Submitted, records.Began, records.Ended, records.Progress)
+RECORDS = (
+    status.Status,
+    status.Attempt,
+    records.Submitted,
+    records.AttemptBegan,
+    records.AttemptEnded,
+    records.Progress,
+)
 VALUES = {"state": status.State, "cause": records.Cause, "next": records.Next}
 
 

@@ -1,7 +1,7 @@
 """`jobkit/start.py jobkit.agent.agent RUNDIR`: the process of each node that forks the ranks, and outlives them.
 
-    supervisor --Start, Signal, Leave--------> agent --fork--> ranks
-               <-Ready, Exited, Signalled, Silent--  <-exit codes, pages--
+    supervisor --StartRanks, Signal, Leave--------> agent --fork--> ranks
+               <-Ready, RankExited, Signalled, Silent--  <-exit codes, pages--
 
 It imports torch for all attempts, so that a rank starts in milliseconds. A fork copies one thread and no state of a
 device, so an agent has one thread and touches no device. A supervisor that is killed comes back: meanwhile the ranks
@@ -26,7 +26,7 @@ from jobkit.agent.children import Children, send
 from jobkit.agent.link import Link
 from jobkit.agent.preload import import_for_ranks
 from jobkit.agent.processes import Process, has_variables, identify, lives, with_variables
-from jobkit.agent.unsupervised import Alone
+from jobkit.agent.unsupervised import Unsupervised
 from jobkit.agent.watchdog import Watch, silence_of
 from jobkit.config.schema import Config
 from jobkit.log import configure, log
@@ -34,16 +34,16 @@ from jobkit.run.rundir import RunDir
 from jobkit.slurm.jobs import restart_count
 from jobkit.wire.messages import (
     LOCAL,
-    Exited,
     Hello,
     Leave,
     NotReady,
     NotStarted,
+    RankExited,
     RankPlace,
     Ready,
     Signal,
     Signalled,
-    Start,
+    StartRanks,
 )
 from jobkit.wire.pages import Kept, Page
 from jobkit.wire.signals import STOP_SIGNALS, AgentSignals
@@ -77,7 +77,7 @@ class Agent:
         self.config: Config = run.config()
         self.link = Link(run)
         self.children = Children()
-        self.alone = Alone(run, hello)
+        self.alone = Unsupervised(run, hello)
         self.devices = devices.of_run(run, self.config) if hello.node == LOCAL else None
         self.cannot_fork = ""
         """Why ranks have to be new processes; empty if a fork is good."""
@@ -110,7 +110,7 @@ class Agent:
                 break
             for message in self.link.receive():
                 match message:
-                    case Start():
+                    case StartRanks():
                         if (program := self._start(message)) is not None:
                             return program
                     case Signal():
@@ -133,7 +133,7 @@ class Agent:
 
     # Ranks
 
-    def _start(self, start: Start) -> Callable[[], NoReturn] | None:
+    def _start(self, start: StartRanks) -> Callable[[], NoReturn] | None:
         """Fork the ranks of an attempt; return the program in each forked process, None here."""
         self.children.begin(start.attempt)
         self.alone.note_start(start)
@@ -145,7 +145,7 @@ class Agent:
                 memory = self._kept.slots(number)
             else:
                 memory = self._kept.environment(number, page, start.world_size)
-            if self.link.keeps(Signalled):  # Start was sent before the supervisor heard of the signal
+            if self.link.keeps(Signalled):  # StartRanks was sent before the supervisor heard of the signal
                 page.ask_to_stop()
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the child's belong to its own handlers
             try:
@@ -165,7 +165,9 @@ class Agent:
         self.children.watch_devices(devices.watched(self.config, self.devices))
         return None
 
-    def _become(self, place: RankPlace, start: Start, page: Page, memory: Mapping[str, str]) -> Callable[[], NoReturn]:
+    def _become(
+        self, place: RankPlace, start: StartRanks, page: Page, memory: Mapping[str, str]
+    ) -> Callable[[], NoReturn]:
         """In a forked process: let go of all that is the agent's, and become a rank."""
         environment = environment_of(place, start, self.run, self.config.resources, os.environ)
         if self.devices is not None:
@@ -237,7 +239,7 @@ class Agent:
 
     def _hello(self) -> Hello:
         ranks = self.children.ranks
-        attempt = self.children.attempt if ranks or self.link.keeps(Exited) else None
+        attempt = self.children.attempt if ranks or self.link.keeps(RankExited) else None
         return replace(self.hello, attempt=attempt, alive=ranks)
 
     def _pass_on_signals(self) -> None:

@@ -24,7 +24,7 @@ from jobkit.agent.processes import Process
 from jobkit.agent.watchdog import Watch
 from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE
 from jobkit.supervisor.diagnosis import OF_A_STOP
-from jobkit.wire.messages import Exited, Signal, Silent
+from jobkit.wire.messages import RankExited, Signal, Silent
 from jobkit.wire.pages import Page, Phase
 
 LOOK_SECONDS = 1.0
@@ -45,7 +45,7 @@ class Child:
     code: int | None = None
     """The exit code of its first process; None while that runs."""
     is_stopping: bool = False
-    asked: set[Process] = field(default_factory=set)
+    terminated: set[Process] = field(default_factory=set)
     """Its processes that got SIGTERM, because they handle it."""
 
 
@@ -134,13 +134,13 @@ class Children:
         self._terminate(child, saving)  # Slurm's signal may have reached the shell alone
         return bool(saving)
 
-    def exited(self, child: Child, serial: int) -> Exited:
+    def exited(self, child: Child, serial: int) -> RankExited:
         """The message that a rank ended; its page is closed."""
         beat, snapshot_step = child.page.read(), child.page.snapshot_step
         child.page.close()
         assert self.attempt is not None and child.code is not None
         word = Word() if child.code in (EXIT_FINISHED, EXIT_RESUMABLE) else self._device_word()
-        return Exited(
+        return RankExited(
             serial=serial,
             attempt=self.attempt,
             rank=child.rank,
@@ -228,15 +228,15 @@ class Children:
 
     def _stop_shell(self, child: Child) -> None:
         """End the first process of a rank once all that save have ended."""
-        if not any(processes.lives(process) for process in child.asked):
+        if not any(processes.lives(process) for process in child.terminated):
             self._terminate(child, [child.pid])
             send(child.pid, signal.SIGCONT)
 
     def _terminate(self, child: Child, pids: Collection[int]) -> None:
         """SIGTERM to processes, to each once: a second one may mean `at once` to a program."""
         for process in map(processes.identify, pids):
-            if process not in child.asked:
-                child.asked.add(process)
+            if process not in child.terminated:
+                child.terminated.add(process)
                 send(process[0], signal.SIGTERM)
 
     def kill_all(self) -> None:

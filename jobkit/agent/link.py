@@ -1,7 +1,7 @@
 """An agent's connection to its supervisor, which may be killed and started again.
 
 Link.connect() --Hello--> supervisor at the address in supervisor.json
-Link.tell(Exited | Signalled ...)   kept until the supervisor acknowledges it, and said again after each Hello
+Link.tell(RankExited | Signalled ...)   kept until the supervisor acknowledges it, and said again after each Hello
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 from jobkit.log import log
 from jobkit.run.rundir import RunDir
 from jobkit.supervisor.agents import notice_death
-from jobkit.wire.messages import Ack, Exited, Hello, Leave, Lines, Message, Signalled, Welcome, encode
+from jobkit.wire.messages import Ack, Hello, Leave, Lines, Message, RankExited, Signalled, Welcome, encode
 
 CONNECT_SECONDS = 2.0
 """Not longer: a firewall that drops packets never answers, and the next address may."""
@@ -28,7 +28,7 @@ class Link:
 
     link = Link(run)
     link.connect(Hello(...)) or link.silent_seconds > 60
-    link.tell(Exited(serial=link.next_serial(), ...))
+    link.tell(RankExited(serial=link.next_serial(), ...))
     for message in link.receive(): ...
     """
 
@@ -40,7 +40,7 @@ class Link:
         self._lines = Lines()
         self._early: list[Message] = []
         """Messages that came together with Welcome."""
-        self._kept: dict[int, Exited | Signalled] = {}
+        self._kept: dict[int, RankExited | Signalled] = {}
         self._serial = 0
         self._heard = time.monotonic()
 
@@ -53,7 +53,7 @@ class Link:
         """Seconds since the connection closed; 0 while it is open."""
         return 0.0 if self.is_open else time.monotonic() - self._heard
 
-    def keeps(self, kind: type[Exited] | type[Signalled]) -> bool:
+    def keeps(self, kind: type[RankExited] | type[Signalled]) -> bool:
         """True while a message of a kind is not acknowledged."""
         return any(isinstance(message, kind) for message in self._kept.values())
 
@@ -96,7 +96,7 @@ class Link:
 
     def tell(self, message: Message) -> None:
         """Send a message; without a connection only messages that need an acknowledgement are kept."""
-        if isinstance(message, (Exited, Signalled)):
+        if isinstance(message, (RankExited, Signalled)):
             self._kept[message.serial] = message
         if self._socket is not None:
             try:

@@ -60,7 +60,7 @@ def import_for_ranks(run: RunDir, config: Config, say: Callable[[str], None] = l
         say(f"it imports {name}")
         try:
             importlib.import_module(name)
-        except (Exception, SystemExit):  # each rank imports it again, and its End tells of the error
+        except (Exception, SystemExit):  # each rank imports it again, and its RankReport tells of the error
             traceback.print_exc()
     sys.path[:] = before
     reason = _against_forking()

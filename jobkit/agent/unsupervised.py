@@ -25,9 +25,9 @@ from jobkit.slurm import commands, jobs, nodes
 from jobkit.supervisor import notify
 from jobkit.supervisor.allocation import margin_of
 from jobkit.supervisor.attempt import rescue
-from jobkit.supervisor.lease import Me
+from jobkit.supervisor.lease import ThisJob
 from jobkit.supervisor.requeue import start_again
-from jobkit.wire.messages import Hello, Start
+from jobkit.wire.messages import Hello, StartRanks
 from jobkit.worker.forked import die_with_parent
 
 LOCAL_SECONDS = 10.0
@@ -44,7 +44,7 @@ LOCAL_SAVE_SECONDS, SLURM_SAVE_SECONDS = 600.0, 60.0
 """The time that ranks get to save. On Slurm twice the KillWait that it leaves them by default."""
 
 
-class Alone:
+class Unsupervised:
     """The knowledge and the acts of an agent while it has no supervisor."""
 
     def __init__(self, run: RunDir, hello: Hello) -> None:
@@ -61,7 +61,7 @@ class Alone:
         self._is_over = False
         """True once the ranks may only save: the run is in the queue again, or its job on this machine is dead."""
 
-    def note_start(self, start: Start) -> None:
+    def note_start(self, start: StartRanks) -> None:
         """Remember the time limit of the ranks that are started now."""
         seconds = start.time_left
         self._stop_at = None if seconds is None else time.monotonic() + seconds - margin_of(seconds)
@@ -180,7 +180,7 @@ def close_and_requeue(run: RunDir, hello: Hello) -> None:
     except SchedulerError as error:  # the requeue waits for Slurm, the decision does not
         log.warning("%s", error)
     before = read_status(run)
-    me = Me(job_id=hello.job_id, token=lease.token, restart=hello.restart, node=lease.node, job=job)
+    me = ThisJob(job_id=hello.job_id, token=lease.token, restart=hello.restart, node=lease.node, job=job)
     tenure = rescue(run, me, contact.writer, dead_node)
     if tenure is not None and tenure.decision is not None:
         start_again(me, tenure.journal, tenure.config, tenure.decision, [] if dead_node is None else [dead_node])

@@ -1,6 +1,6 @@
 """Saves and restores a run's state: the one object of checkpoint/ that the training loop talks to.
 
-    loop: stage() -> slab --write()--> thread: write_shard -> gather on rank 0 -> lease? -> manifest -> rename -> trim
+    loop: copy_to_host() -> slab --write()--> thread: write_shard -> gather -> lease? -> manifest -> rename -> trim
     loop: snapshot() -> slot in memory --------> thread: neighbour's copy -> record
     start: newest of disk and memory -> restore(entries) -> Damaged? set aside, the one before is read over it
 
@@ -24,11 +24,11 @@ from torch import nn
 
 from jobkit.checkpoint import framework_files, sources
 from jobkit.checkpoint.live import Entry
-from jobkit.checkpoint.memory import Snapshots, settled
+from jobkit.checkpoint.memory import Snapshots, with_results
 from jobkit.checkpoint.reading import Damaged, agreed
 from jobkit.checkpoint.shard import ShardInfo, write_shard
 from jobkit.checkpoint.sources import Source
-from jobkit.checkpoint.staging import Place, Staged, Stager
+from jobkit.checkpoint.staging import RankPosition, Staged, Stager
 from jobkit.checkpoint.store import Manifest, Store
 from jobkit.disk import is_full
 from jobkit.errors import CheckpointError, JobkitError
@@ -73,9 +73,9 @@ class Outcome:
 class Checkpointer:
     """The checkpoints of one attempt.
 
-    checkpointer = Checkpointer(run.checkpoints, RankGroup.of_world(), Place(...), attempt=3, keep=3)
+    checkpointer = Checkpointer(run.checkpoints, RankGroup.of_world(), RankPosition(...), attempt=3, keep=3)
     checkpointer.restore([Entry(name="model", live=model)])
-    pending = checkpointer.stage(500, entries, {"boundary": {"step": 500}})
+    pending = checkpointer.copy_to_host(500, entries, {"boundary": {"step": 500}})
     checkpointer.write(pending, wait=True)
     """
 
@@ -83,7 +83,7 @@ class Checkpointer:
         self,
         folder: Path,
         ranks: RankGroup,
-        place: Place,
+        place: RankPosition,
         *,
         attempt: int,
         keep: int,
@@ -264,7 +264,7 @@ class Checkpointer:
 
     # Saving
 
-    def stage(
+    def copy_to_host(
         self,
         step: int,
         entries: Sequence[Entry],
@@ -274,7 +274,7 @@ class Checkpointer:
         """Copy the state into the slab. It waits for a write that still reads the slab."""
         self.wait_for_write()
         began = time.monotonic()
-        staged = self.stager.stage(entries)
+        staged = self.stager.copy_to_host(entries)
         if staged.pickled and self.ranks.is_main:
             log.info("pickled in checkpoints: %s", ", ".join(staged.pickled))
         return Pending(
@@ -359,7 +359,7 @@ class Checkpointer:
             world_size=self.place.world_size,
             shards=shards,
             entries=pending.entries,
-            extra=settled(pending.extra),
+            extra=with_results(pending.extra),
             pickled=pickled,
             files=framework_files.sums(folder),
         )

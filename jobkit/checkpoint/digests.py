@@ -1,6 +1,6 @@
 """Digests of a state, leaf by leaf: `jobkit verify` compares two runs by them and names the leaf that differs.
 
-    Live(leaves, skeleton) --leaf_digests--> {"0.weight": "9f3c...", "groups.0.lr": "0.001"}
+    Leaves(tensors, skeleton) --leaf_digests--> {"0.weight": "9f3c...", "groups.0.lr": "0.001"}
 
 A tensor in host memory is hashed where it lies. One of a device is reduced there, by integer arithmetic, which is exact
 in any order, and 16 bytes of it come to the host.
@@ -16,7 +16,7 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
-from jobkit.checkpoint.live import Live
+from jobkit.checkpoint.live import Leaves
 from jobkit.checkpoint.tree import MAPPINGS, SEQUENCES
 
 MULTIPLIERS = (-0x61C8864680B583EB, 0x2545F4914F6CDD1D)
@@ -36,11 +36,11 @@ MOST_TEXT = 48
 """Characters of a plain value that is written as it is, for a person to read."""
 
 
-def leaf_digests(live: Live) -> dict[str, str]:
+def leaf_digests(live: Leaves) -> dict[str, str]:
     """Return a digest of each leaf of an entry, by its path with dots: of tensors 32 hexadecimal digits, of plain
     values their text."""
     found = dict(plain_leaves(live.skeleton))
-    tensors = {**live.leaves, **live.left_out}
+    tensors = {**live.tensors, **live.left_out}
     found |= tensor_digests({path.replace("/", "."): local(leaf) for path, leaf in tensors.items()})
     return found
 

@@ -51,21 +51,21 @@ class Entry:
 
 
 @dataclass
-class Live:
+class Leaves:
     """The leaves of an entry, and its plain values."""
 
-    leaves: dict[str, torch.Tensor]
+    tensors: dict[str, torch.Tensor]
     skeleton: Any
     pickled: list[str] = field(default_factory=list)
     left_out: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Frozen parameters, which no checkpoint holds."""
 
 
-class Walker:
+class LeafFinder:
     """Finds the leaves of one entry, again and again.
 
-    walker = walker_of(Entry(name="model", live=model), {})
-    walker.look().leaves["0.weight"] is model[0].weight      # True
+    finder = finder_of(Entry(name="model", live=model), {})
+    finder.find().tensors["0.weight"] is model[0].weight      # True
     """
 
     version = 0
@@ -73,11 +73,11 @@ class Walker:
     keeps_leaves = True
     """False if each look may find other tensors, as gradients: nobody holds them longer than their copy takes."""
 
-    def look(self) -> Live:
+    def find(self) -> Leaves:
         """Return the leaves as they are now."""
         raise NotImplementedError
 
-    def adopt(self, skeleton: Any, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Live:
+    def adopt(self, skeleton: Any, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Leaves:
         """Return leaves to read a checkpoint into: the live ones, made where they do not exist yet."""
         raise NotImplementedError
 
@@ -86,17 +86,17 @@ class Walker:
         raise NotImplementedError
 
 
-def walker_of(entry: Entry, names: Mapping[int, str]) -> Walker:
+def finder_of(entry: Entry, names: Mapping[int, str]) -> LeafFinder:
     """Return the walker for an entry. `names` has the names of parameters, by id."""
     live = plain_module(entry.live)
     if isinstance(live, Optimizer) and hasattr(live, "local_optimizer"):
-        return _OptimizerWalker(live.local_optimizer, names, live)
+        return _OptimizerFinder(live.local_optimizer, names, live)
     if isinstance(live, nn.Module) and type(live).state_dict is nn.Module.state_dict:
-        return _ModuleWalker(live, entry.frozen)
+        return _ModuleFinder(live, entry.frozen)
     is_plain = isinstance(live, Optimizer) and type(live).state_dict is Optimizer.state_dict
     if is_plain and (type(live).load_state_dict is Optimizer.load_state_dict or hasattr(live, "has_plain_state")):
-        return _OptimizerWalker(live, names)
-    return _StateWalker(entry.name, live)
+        return _OptimizerFinder(live, names)
+    return _StateFinder(entry.name, live)
 
 
 def plain_module(value: Any) -> Any:
@@ -150,28 +150,28 @@ class _Slots:
             return False
 
 
-class _ModuleWalker(Walker):
+class _ModuleFinder(LeafFinder):
     """Parameters, persistent buffers and extra states of a module, as its state_dict() names them."""
 
     def __init__(self, module: nn.Module, frozen: set[str]) -> None:
         self.module, self._frozen = module, frozen
         self._left_out: dict[str, torch.Tensor] = {}
         self._slots: _Slots | None = None
-        self._live = Live({}, None)
+        self._live = Leaves({}, None)
         self._extra: dict[str, nn.Module] = {}
 
-    def look(self) -> Live:
+    def find(self) -> Leaves:
         thawed = any(parameter.requires_grad for parameter in self._left_out.values())
         if thawed or self._slots is None or not self._slots.are_same():
             self._walk()
             self.version += 1
-        skeleton, leaves, pickled = None, self._live.leaves, []
+        skeleton, leaves, pickled = None, self._live.tensors, []
         if self._extra:
             tree = flatten({name: module.get_extra_state() for name, module in self._extra.items()})
             skeleton, pickled = tree.skeleton, tree.pickled
             leaves = {**leaves, **{f"extra/{path}": leaf for path, leaf in tree.leaves.items()}}
             self.version += bool(tree.leaves)
-        return Live(leaves, skeleton, pickled, self._left_out)
+        return Leaves(leaves, skeleton, pickled, self._left_out)
 
     def _walk(self) -> None:
         slots, leaves, seen = _Slots(), {}, set()
@@ -198,15 +198,15 @@ class _ModuleWalker(Walker):
                     if id(tensor) not in seen:  # tied weights are saved once
                         seen.add(id(tensor))
                         leaves[name] = tensor
-        self._slots, self._live = slots, Live(leaves, None)
+        self._slots, self._live = slots, Leaves(leaves, None)
 
-    def adopt(self, skeleton: Any, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Live:
+    def adopt(self, skeleton: Any, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Leaves:
         self._frozen.difference_update(shapes)
         self._make_buffers(shapes)
         self._slots = None
-        live = self.look()
+        live = self.find()
         extra = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in shapes.items() if _is_extra(name)}
-        return Live({**{name: leaf for name, leaf in live.leaves.items() if not _is_extra(name)}, **extra}, None)
+        return Leaves({**{name: leaf for name, leaf in live.tensors.items() if not _is_extra(name)}, **extra}, None)
 
     def _make_buffers(self, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
         """Make the buffers that training makes or lets grow: a memory bank, an average that begins as None."""
@@ -231,7 +231,7 @@ def _is_extra(name: str) -> bool:
     return name.startswith("extra/")
 
 
-class _OptimizerWalker(Walker):
+class _OptimizerFinder(LeafFinder):
     """The state of a torch optimizer: `state/<parameter>/<key>`, its other state, and the options of its groups."""
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str], outer: Optimizer | None = None) -> None:
@@ -249,7 +249,7 @@ class _OptimizerWalker(Walker):
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         return [(self._names.get(id(item), f"parameter {number}"), item) for number, item in enumerate(parameters)]
 
-    def look(self) -> Live:
+    def find(self) -> Leaves:
         is_known = not any(isinstance(holder[key], torch.Tensor) for _, holder, key in self._plain)
         if self._slots is None or not self._slots.are_same() or not is_known:
             self._walk()
@@ -266,7 +266,7 @@ class _OptimizerWalker(Walker):
         )
         self.version += bool(tree.leaves)
         leaves = {**self._leaves, **{f"options/{path}": leaf for path, leaf in tree.leaves.items()}}
-        return Live(leaves if tree.leaves else self._leaves, tree.skeleton, tree.pickled)
+        return Leaves(leaves if tree.leaves else self._leaves, tree.skeleton, tree.pickled)
 
     def _walk(self) -> None:
         slots, leaves, orders, plain = _Slots(), {}, {}, []
@@ -289,7 +289,7 @@ class _OptimizerWalker(Walker):
                     orders[path] = order
         self._slots, self._leaves, self._orders, self._plain = slots, leaves, dict(sorted(orders.items())), plain
 
-    def adopt(self, skeleton: Any, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Live:
+    def adopt(self, skeleton: Any, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Leaves:
         """Make the state that the checkpoint has: before the first step an optimizer has none."""
         parameters = dict(self._named())
         leaves: dict[str, torch.Tensor] = {}
@@ -306,7 +306,7 @@ class _OptimizerWalker(Walker):
                 state[key] = self._made_like(parameter, key, dtype, shape)
             leaves[path] = state[key]
         self._slots = None
-        return Live(leaves, None)
+        return Leaves(leaves, None)
 
     def _made_like(self, parameter: torch.Tensor, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """Return an empty tensor on the device where torch's own load_state_dict would put this one."""
@@ -343,7 +343,7 @@ class _OptimizerWalker(Walker):
             group.update({key: value for key, value in saved.items() if key not in KERNELS})
 
 
-class _StateWalker(Walker):
+class _StateFinder(LeafFinder):
     """Anything else with state_dict() and load_state_dict(): a scheduler, a loader, values."""
 
     keeps_leaves = False
@@ -352,12 +352,12 @@ class _StateWalker(Walker):
         self.name, self.live = name, live
         self._paths: list[str] | None = None
 
-    def look(self) -> Live:
+    def find(self) -> Leaves:
         tree = self._tree()
         paths = [f"{path} {leaf.dtype} {tuple(leaf.shape)} {leaf.device}" for path, leaf in tree.leaves.items()]
         self.version += paths != self._paths or bool(paths)
         self._paths = paths
-        return Live(tree.leaves, tree.skeleton, tree.pickled)
+        return Leaves(tree.leaves, tree.skeleton, tree.pickled)
 
     def _tree(self) -> Tree:
         try:
@@ -365,8 +365,8 @@ class _StateWalker(Walker):
         except CheckpointError as error:
             raise CheckpointError(f"{self.name}: {error}") from error
 
-    def adopt(self, skeleton: Any, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Live:
-        return Live({path: torch.empty(shape, dtype=dtype) for path, (dtype, shape) in shapes.items()}, None)
+    def adopt(self, skeleton: Any, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Leaves:
+        return Leaves({path: torch.empty(shape, dtype=dtype) for path, (dtype, shape) in shapes.items()}, None)
 
     def finish(self, skeleton: Any, leaves: Mapping[str, torch.Tensor], *, may_unpickle: bool) -> None:
         functions = self._tree().functions

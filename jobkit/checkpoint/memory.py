@@ -30,7 +30,7 @@ from jobkit.checkpoint.live import Entry
 from jobkit.checkpoint.reading import Damaged, ShardFile, check_header
 from jobkit.checkpoint.shard import ShardInfo, sums_of
 from jobkit.checkpoint.sources import Source
-from jobkit.checkpoint.staging import PAGE, Place, Staged, Stager
+from jobkit.checkpoint.staging import PAGE, RankPosition, Staged, Stager
 from jobkit.checkpoint.store import Manifest
 from jobkit.log import log
 from jobkit.wire.group import RankGroup
@@ -70,7 +70,7 @@ Fact = tuple[int, int, int]
 """(step, attempt, rank) of a record."""
 
 
-def settled(extra: dict[str, Any]) -> dict[str, Any]:
+def with_results(extra: dict[str, Any]) -> dict[str, Any]:
     """Return the facts of a save, with the results of futures among them."""
     return {name: value.result() if isinstance(value, Future) else value for name, value in extra.items()}
 
@@ -135,7 +135,7 @@ class Snapshots:
         self,
         slots: tuple[int, int] | None,
         stager: Stager,
-        place: Place,
+        place: RankPosition,
         ranks: RankGroup,
         attempt: int,
         note: Callable[[int], None] = lambda step: None,
@@ -231,7 +231,7 @@ class Snapshots:
             info=info.as_json(),
             begin=RECORD,
             entries=entries,
-            extra=settled(extra),
+            extra=with_results(extra),
             pickled=staged.pickled,
         )
         records = [mine]

@@ -25,7 +25,7 @@ def check_replicas(entries: Sequence[Entry], stager: Stager, ranks: RankGroup) -
     for entry, walker in stager.walkers(entries):
         if entry.scope == "rank":
             continue
-        for path, leaf in walker.look().leaves.items():
+        for path, leaf in walker.find().tensors.items():
             if isinstance(leaf, DTensor) or path in entry.rank_keys:
                 continue
             data = leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from jobkit.checkpoint import shard
-from jobkit.checkpoint.live import Entry, Walker
+from jobkit.checkpoint.live import Entry, LeafFinder
 from jobkit.checkpoint.reading import (
     Damaged,
     ShardFile,
@@ -76,7 +76,7 @@ class Source:
             reading = agreed(ranks, lambda: _Reading(self, entries, stager, ranks))
             reading.compare_ranks()
             agreed(ranks, reading.read_checked)
-        reading.share()
+        reading.broadcast()
         agreed(ranks, reading.finish)
 
 
@@ -163,7 +163,7 @@ class _Reading:
                 shapes[piece.name] = piece.dtype, piece.whole if piece.whole is not None else piece.shape
         return shapes
 
-    def _adopt(self, entry: Entry, walker: Walker) -> None:
+    def _adopt(self, entry: Entry, walker: LeafFinder) -> None:
         """Find the live tensors of an entry, and refuse a checkpoint that has others."""
         saved: dict[str, str] = {}
         for is_own in (False, True):
@@ -175,11 +175,11 @@ class _Reading:
                 if path and rank.isdigit():
                     saved.setdefault(path, name)
         live = walker.adopt(None, {path: self._shapes[name] for path, name in saved.items()})
-        if missing := [path for path in live.leaves if path not in saved]:
+        if missing := [path for path in live.tensors if path not in saved]:
             raise CheckpointError(f"{entry.name}: the checkpoint of step {self.source.step} has no {_some(missing)}")
-        self._others += [name for path, name in saved.items() if path not in live.leaves]
-        self.leaves[entry.name] = live.leaves
-        for path, leaf in live.leaves.items():
+        self._others += [name for path, name in saved.items() if path not in live.tensors]
+        self.leaves[entry.name] = live.tensors
+        for path, leaf in live.tensors.items():
             sink = Sink(saved[path], leaf)
             dtype, shape = self._shapes[saved[path]]
             sink.check(dtype, shape)
@@ -259,7 +259,7 @@ class _Reading:
     def _reader(self, number: int) -> int:
         return number % self.ranks.world_size
 
-    def share(self) -> None:
+    def broadcast(self) -> None:
         """Give the shared leaves that this rank has read to the others, and take theirs."""
         for number, name in enumerate(self.files):
             parts = [

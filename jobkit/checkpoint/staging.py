@@ -22,7 +22,7 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
-from jobkit.checkpoint.live import Entry, Live, Walker, names_of, walker_of
+from jobkit.checkpoint.live import Entry, LeafFinder, Leaves, finder_of, names_of
 from jobkit.errors import CheckpointError
 from jobkit.wire.group import RankGroup
 
@@ -58,7 +58,7 @@ SKELETONS = "__skeletons__"
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPosition:
     """Where a rank is among the others, for the division of a checkpoint."""
 
     rank: int = 0
@@ -147,12 +147,12 @@ def divide(sizes: Sequence[int], parts: int) -> list[list[tuple[int, int, int]]]
 class Stager:
     """Copies a run's state, from save to save into the same memory.
 
-    staged = Stager(Place(), RankGroup.alone()).stage([Entry(name="model", live=model)])
+    staged = Stager(RankPosition(), RankGroup.alone()).copy_to_host([Entry(name="model", live=model)])
     """
 
-    def __init__(self, place: Place, ranks: RankGroup) -> None:
+    def __init__(self, place: RankPosition, ranks: RankGroup) -> None:
         self.place, self.ranks = place, ranks
-        self._walkers: dict[str, tuple[Entry, Walker]] = {}
+        self._walkers: dict[str, tuple[Entry, LeafFinder]] = {}
         self._forms: dict[str, list[tuple[Any, ...]]] = {}
         """Name, dtype, shape and placement of each leaf, by entry."""
         self._versions: dict[str, tuple[int, int]] = {}
@@ -177,7 +177,7 @@ class Stager:
         """True where the copies are to be pinned, which serves all devices: tensors of a GPU are among them."""
         return bool(self._gpus)
 
-    def walkers(self, entries: Sequence[Entry]) -> list[tuple[Entry, Walker]]:
+    def walkers(self, entries: Sequence[Entry]) -> list[tuple[Entry, LeafFinder]]:
         """Return the walker of each entry; it is kept as long as the entry has the same object.
 
         An optimizer's parameters have the names that the modules known until then give them.
@@ -189,10 +189,10 @@ class Stager:
             present = self._walkers.get(entry.name)
             if present is None or present[0].live is not entry.live:
                 names = names_of(modules) if names is None else names
-                self._walkers[entry.name] = (entry, walker_of(entry, names))
+                self._walkers[entry.name] = (entry, finder_of(entry, names))
         return [self._walkers[entry.name] for entry in entries]
 
-    def stage(self, entries: Sequence[Entry]) -> Staged:
+    def copy_to_host(self, entries: Sequence[Entry]) -> Staged:
         """Return this rank's copy of the state, in the kept slab. All ranks call it."""
         staged = self.stage_into(entries, lambda size, header: self._kept(size))
         assert staged is not None
@@ -241,9 +241,9 @@ class Stager:
             event.record(torch.cuda.current_stream(device))
         return ready
 
-    def lives(self, entries: Sequence[Entry]) -> dict[str, Live]:
+    def lives(self, entries: Sequence[Entry]) -> dict[str, Leaves]:
         """Return the leaves and plain values of each entry as they are now, by its name."""
-        return {entry.name: walker.look() for entry, walker in self.walkers(entries)}
+        return {entry.name: walker.find() for entry, walker in self.walkers(entries)}
 
     # The layout
 
@@ -252,7 +252,7 @@ class Stager:
         values."""
         skeletons, pickled, lives, changed = {}, [], [], []
         for entry, walker in self.walkers(entries):
-            live = walker.look()
+            live = walker.find()
             lives.append((entry, live))
             if self._versions.get(entry.name) != (id(walker), walker.version):
                 self._versions[entry.name] = id(walker), walker.version
@@ -262,13 +262,13 @@ class Stager:
         self._lay_out(lives, changed)
         return skeletons, pickled
 
-    def _lay_out(self, lives: Sequence[tuple[Entry, Live]], changed: Sequence[tuple[Entry, Live]]) -> None:
+    def _lay_out(self, lives: Sequence[tuple[Entry, Leaves]], changed: Sequence[tuple[Entry, Leaves]]) -> None:
         """Take new tensors in the place of old ones; where their form is another one, divide all of them again."""
-        forms = {entry.name: [_form(path, leaf) for path, leaf in live.leaves.items()] for entry, live in changed}
+        forms = {entry.name: [_form(path, leaf) for path, leaf in live.tensors.items()] for entry, live in changed}
         is_new = len(lives) != len(self._forms) or any(form != self._forms.get(name) for name, form in forms.items())
         if self.ranks.anywhere(is_new):
             self._divide(list(_named_leaves(lives, self.place.rank)))
-            self._forms = {entry.name: [_form(*leaf) for leaf in live.leaves.items()] for entry, live in lives}
+            self._forms = {entry.name: [_form(*leaf) for leaf in live.tensors.items()] for entry, live in lives}
             self._sources = [_NOTHING] * len(self._pieces)
             changed = lives
         for entry, live in changed:
@@ -342,10 +342,10 @@ class Stager:
         return everywhere, {name: ranks for name, ranks in holders.items() if len(ranks) < self.ranks.world_size}
 
 
-def _named_leaves(lives: Sequence[tuple[Entry, Live]], rank: int) -> Iterator[tuple[str, torch.Tensor, bool]]:
+def _named_leaves(lives: Sequence[tuple[Entry, Leaves]], rank: int) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """Yield (name in the file, leaf, whether it is this rank's own)."""
     for entry, live in lives:
-        for path, leaf in live.leaves.items():
+        for path, leaf in live.tensors.items():
             is_own = entry.scope == "rank" or path in entry.rank_keys
             yield leaf_name(entry.name, path, rank if is_own else None), leaf, is_own
 

@@ -16,7 +16,7 @@ from jobkit.usage import show_examples
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_runs(parser, asks=True)
-    submit.add_manner(parser)
+    submit.add_follow_options(parser)
     show_examples(parser, {"toy": "the run of this name", "'digits*' -y --detach": "several, in the background"})
 
 

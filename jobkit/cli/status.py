@@ -23,7 +23,7 @@ from jobkit.run.accounting import Account, accounts, goodput
 from jobkit.run.after import waits_for
 from jobkit.run.files import json_text, read_json
 from jobkit.run.older import HINT
-from jobkit.run.records import Ended, Progress
+from jobkit.run.records import AttemptEnded, Progress
 from jobkit.run.runs import verified_file
 from jobkit.run.secrets import masked_status
 from jobkit.run.status import Attempt
@@ -200,7 +200,7 @@ def _attempt_lines(attempt: Attempt, account: Account, *, is_running: bool) -> l
     return lines
 
 
-def _compared(ended: Ended | None) -> str:
+def _compared(ended: AttemptEnded | None) -> str:
     """Return the comparison of an attempt's repeated steps with their first run, in words."""
     if ended is None or not ended.compared:
         return ""
@@ -209,7 +209,7 @@ def _compared(ended: Ended | None) -> str:
     return f", {ended.compared} compared, equal"
 
 
-def _failure_lines(ended: Ended) -> list[str]:
+def _failure_lines(ended: AttemptEnded) -> list[str]:
     lines = []
     if ended.samples:
         more = len(ended.samples) - SAMPLES_SHOWN

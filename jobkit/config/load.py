@@ -25,7 +25,7 @@ from jobkit.config.interpolation import RUN_DIR, KeyPath, resolve
 from jobkit.config.overrides import keys_below, with_value
 from jobkit.config.schema import ALL, AUTO, DROPPED, PARALLEL_WORDS, SECTIONS, Config, seed_of
 from jobkit.config.strict import build
-from jobkit.config.yamlfile import COMMAND_LINE, Places, read_yaml
+from jobkit.config.yamlfile import COMMAND_LINE, KeyLocations, read_yaml
 from jobkit.errors import InputError, nearest
 from jobkit.log import log
 
@@ -38,7 +38,7 @@ class Loaded:
     """
 
     config: Config
-    places: Places
+    places: KeyLocations
     notes: list[str]
     """Lines for the user."""
     expressions: dict[KeyPath, tuple[str, Any]]
@@ -71,7 +71,7 @@ class Source:
     """
 
     values: dict[str, Any]
-    places: Places
+    places: KeyLocations
     notes: list[str]
     typed: list[str]
     """The keys that the command line sets."""
@@ -83,7 +83,7 @@ class Source:
     def loaded(self, words: Sequence[tuple[str, str]] = ()) -> Loaded:
         """The config with `key=value` words of a point, each with its place for errors. Raises InputError."""
         values, typed = self.values, list(self.typed)
-        places = Places(self.places.file, dict(self.places.by_key))
+        places = KeyLocations(self.places.file, dict(self.places.by_key))
         with places.locating():
             for text, place in words:
                 values, keys = overriding.apply(text, values, place)
@@ -168,11 +168,11 @@ class _UserFile:
     clusters: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def read_user_file() -> tuple[dict[str, Any], Places]:
+def read_user_file() -> tuple[dict[str, Any], KeyLocations]:
     """The user's own file, with `clusters` for all projects. Empty if there is none."""
     path = user_file_path()
     if not os.path.exists(path):  # noqa: PTH110 - that one raises in a home of another user's
-        return {}, Places(path)
+        return {}, KeyLocations(path)
     values, places = read_yaml(path)
     with places.locating():
         _refuse_dropped(values)

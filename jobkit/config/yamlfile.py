@@ -23,7 +23,7 @@ COMMAND_LINE = "command line"
 
 
 @dataclass
-class Places:
+class KeyLocations:
     """Where each value was written: the file and line in front of every error about it."""
 
     file: Path | str
@@ -126,7 +126,7 @@ def split_values(text: str) -> list[str] | None:
 def parse_value(text: str, key: str) -> Any:
     """The value of a YAML scalar or flow collection, as it stands behind `key=`. Raises InputError."""
     try:
-        value, node = _load(text, Places(COMMAND_LINE), key)
+        value, node = _load(text, KeyLocations(COMMAND_LINE), key)
     except (yaml.YAMLError, TypeError, ValueError, RecursionError):
         raise InputError("the value is not valid YAML; quote it", key=key, found=text) from None
     if node is None or text[node.end_mark.index :].strip():  # `a #3` would lose a part, and `#fff` all
@@ -134,10 +134,10 @@ def parse_value(text: str, key: str) -> Any:
     return value
 
 
-def read_yaml(path: Path) -> tuple[dict[str, Any], Places]:
+def read_yaml(path: Path) -> tuple[dict[str, Any], KeyLocations]:
     """The mapping in a file, in UTF-8 whatever the locale of this node is. Raises InputError with file and line, and
     OSError where the disk is away: that is no mistake of a person."""
-    places = Places(path)
+    places = KeyLocations(path)
     try:
         value, _ = _load(path.read_text(encoding="utf-8"), places)
     except FileNotFoundError:
@@ -161,7 +161,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], Places]:
     return value, places
 
 
-def _load(text: str, places: Places, key: str = "") -> tuple[Any, yaml.Node | None]:
+def _load(text: str, places: KeyLocations, key: str = "") -> tuple[Any, yaml.Node | None]:
     loader = _Loader(text)
     node: yaml.Node | None = loader.get_single_node()
     value = None if node is None else loader.construct_document(node)
@@ -170,7 +170,7 @@ def _load(text: str, places: Places, key: str = "") -> tuple[Any, yaml.Node | No
     return value, node
 
 
-def _collect(node: yaml.Node | None, key: str, places: Places) -> None:
+def _collect(node: yaml.Node | None, key: str, places: KeyLocations) -> None:
     """Note the places of the keys below a node. Raises InputError for a value `None`, which is a text for YAML, and a
     Python user's null; a word of a command may be `None`."""
     is_none = isinstance(node, yaml.ScalarNode) and node.style is None and _NONE.fullmatch(node.value)

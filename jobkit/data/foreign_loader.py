@@ -215,7 +215,7 @@ class Pass:
             kept = self._by_place(loader, persist=True)
         else:
             sampler: Any = kept.batch_sampler if kept.batch_sampler is not None else kept.sampler
-            sampler.places = self._places(loader)
+            sampler.places = self._seeded_sampler(loader)
         try:
             yield from kept
         finally:
@@ -225,20 +225,22 @@ class Pass:
         """Return a copy of a loader whose sampler, dataset and collate draw by place."""
         changes = {
             "dataset": SeededDataset(loader.dataset, loader.collate_fn),
-            "batch_sampler" if loader.batch_sampler is not None else "sampler": _OfPass(self._places(loader)),
+            "batch_sampler" if loader.batch_sampler is not None else "sampler": _OfPass(self._seeded_sampler(loader)),
             "collate_fn": as_it_is,
         }
         # A worker that persists may draw as it starts: alike in the first pass of each attempt.
         return _clone(loader, changes, derive_seed(torch.initial_seed() if persist else self.base, "workers"), persist)
 
-    def _places(self, loader: DataLoader[Any]) -> Places:
+    def _seeded_sampler(self, loader: DataLoader[Any]) -> SeededSampler:
         by_batch = loader.batch_sampler is not None
         sampler: Any = loader.batch_sampler if by_batch else loader.sampler
         if self.skipped:
             rest = _After(loader.sampler, self.skipped)
             sampler = BatchSampler(rest, loader.batch_size or 1, loader.drop_last) if by_batch else rest
         is_plain = type(loader.sampler) in PLAIN_SAMPLERS and type(loader.batch_sampler) in (BatchSampler, type(None))
-        return Places(sampler, self.base, self._draws, self._first, self._ids, AHEAD if is_plain else 1, self._orders)
+        return SeededSampler(
+            sampler, self.base, self._draws, self._first, self._ids, AHEAD if is_plain else 1, self._orders
+        )
 
     def _read(self, loader: Any) -> Iterator[Any]:
         """Yield batches of a stream, or of any iterable, whose draws follow from (base, batch).
@@ -355,7 +357,7 @@ def _clone(loader: DataLoader[Any], changes: Mapping[str, Any], seed: int, persi
 class _OfPass:
     """The sampler of a loader: that of the pass under way."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: SeededSampler) -> None:
         self.places = places
 
     def __getattr__(self, name: str) -> Any:  # of the script's sampler, for a loader of the script's own class
@@ -421,7 +423,7 @@ class _OwnGenerators:
             load_generator_state(outside)
 
 
-class Places:
+class SeededSampler:
     """A sampler's items with their seeds: [((draws, batch), index), ...] for a batch, one of these for a sample.
 
     `base` decides what the sampler draws, `draws` what is drawn for the batches, which go on from the one with the

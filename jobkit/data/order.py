@@ -70,7 +70,7 @@ def _keys(seed: int, count: int) -> Numbers:
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 
-def share_of(size: int, rank: int, world_size: int) -> slice:
+def sample_range(size: int, rank: int, world_size: int) -> slice:
     """Return a rank's contiguous part of `size` samples; the parts of all ranks differ by at most one sample."""
     return slice(size * rank // world_size, size * (rank + 1) // world_size)
 
@@ -106,7 +106,7 @@ class SampleOrder:
     def shares(self, begin: int, count: int, rank: int, world_size: int) -> list[list[tuple[int, int]]]:
         """Return the shares of `count` batches together: a batch alone takes as long as a hundred."""
         size = self.global_batch_size
-        part = share_of(size, rank, world_size)
+        part = sample_range(size, rank, world_size)
         begins = np.uint64(begin) + np.arange(count, dtype=np.uint64)[:, None] * np.uint64(size)
         pairs = self._at((begins + np.arange(part.start, part.stop, dtype=np.uint64)).ravel())
         width = part.stop - part.start

@@ -21,7 +21,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker as workers_module
 
-from jobkit.data.order import share_of
+from jobkit.data.order import sample_range
 from jobkit.data.seeds import derive_seed, seed_cpu_generators
 from jobkit.data.trial import digest, has_state, is_exact
 from jobkit.data.workers import outside_is_said
@@ -75,10 +75,12 @@ class Stream:
         self.parts = _parts_of(dataset, global_batch_size)
         is_divided = self.parts % world_size == 0
         """True if each rank reads parts of its own."""
-        self.numbers = range(self.parts)[share_of(self.parts, rank, world_size)] if is_divided else range(self.parts)
+        self.numbers = (
+            range(self.parts)[sample_range(self.parts, rank, world_size)] if is_divided else range(self.parts)
+        )
         """The parts that this rank reads."""
         places = range(global_batch_size)
-        self.kept = places if is_divided else places[share_of(global_batch_size, rank, world_size)]
+        self.kept = places if is_divided else places[sample_range(global_batch_size, rank, world_size)]
         """Of the samples of a batch that this rank reads, those that are its share, by their place in the batch."""
         self._gather = None if is_divided else gather
         self.states: dict[int, Any] = {}

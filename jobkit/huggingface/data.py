@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from jobkit.data.batch import as_it_is
-from jobkit.data.foreign_loader import Places, SeededDataset
+from jobkit.data.foreign_loader import SeededDataset, SeededSampler
 from jobkit.data.seeds import derive_seed
 from jobkit.data.workers import WorkerInit, fork_workers
 
@@ -25,7 +25,7 @@ AHEAD = 256
 """Batches whose order is read at a time: Trainer skips the done ones one by one."""
 
 
-class TrainerPlaces(Places):
+class TrainerPlaces(SeededSampler):
     """A batch sampler of the epochs of a Trainer; `limit` cuts each to a number of batches."""
 
     def __init__(self, sampler: Any, seed: int, rank: int, limit: int | None) -> None:

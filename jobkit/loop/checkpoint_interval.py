@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from jobkit.config.schema import AUTO
 from jobkit.duration import parse_seconds
-from jobkit.run.records import Ended
+from jobkit.run.records import AttemptEnded
 
 FIRST_SECONDS = 30.0
 """Until the first checkpoint, whose cost is then known."""
@@ -45,7 +45,7 @@ class History:
     deaths: int = 0
 
     @classmethod
-    def of(cls, ends: Sequence[tuple[float, Ended]]) -> History:
+    def of(cls, ends: Sequence[tuple[float, AttemptEnded]]) -> History:
         """Return the history of attempts, given as (time of the begin, end)."""
         lived = sum(max(0.0, ended.time - began) for began, ended in ends)
         return cls(lived, sum(ended.cause in HARD for _, ended in ends))

@@ -25,7 +25,7 @@ _PLAIN = (bool, int, float, str, type(None))
 _NONE = object()
 
 
-class Given:
+class CodeOptions:
     """The options of all tracked optimizers and schedules, as the function gave them.
 
     given.note("optimizer", optimizer)      # before it is restored

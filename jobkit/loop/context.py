@@ -1,6 +1,6 @@
 """jobkit.Context: what a training function is given.
 
-    Rank, Joined --> Context --> Spread, Step (train/) | Tracked, Checkpoints, Loop, Epochs, Evaluator, Reporter (here)
+    Rank, Joined --> Context --> Parallelizer, GradientStep | Tracked, SaveSchedule, Loop, Epochs, Evaluator, Reporter
 
 Each method passes its call on to one of these parts. All ranks make a Context together, and call its methods together
 unless a docstring says otherwise.
@@ -24,7 +24,7 @@ from jobkit.checkpoint.checkpointer import Checkpointer
 from jobkit.checkpoint.disks import disks_of
 from jobkit.checkpoint.export import write_final
 from jobkit.checkpoint.sources import Source
-from jobkit.checkpoint.staging import Place
+from jobkit.checkpoint.staging import RankPosition
 from jobkit.data.loader import Loader
 from jobkit.data.seeds import derive_seed, seed_generators
 from jobkit.errors import CheckpointError, JobkitError, Stopped, UsageError
@@ -38,16 +38,16 @@ from jobkit.loop.own_time import OwnTime
 from jobkit.loop.rank import Rank
 from jobkit.loop.repeated_steps import Repeats
 from jobkit.loop.reporter import Reporter
-from jobkit.loop.saving import Boundary, Checkpoints, older_than
-from jobkit.loop.step import Step, evaluating
+from jobkit.loop.saving import Boundary, SaveSchedule, older_than
+from jobkit.loop.step import GradientStep, evaluating
 from jobkit.loop.timing import Timing
 from jobkit.loop.tracked import Generators, PendingGradients, Tracked
 from jobkit.loop.values import Values, replaced_by_restores
 from jobkit.parallel.devices import devices_of
 from jobkit.parallel.fsdp import UnexchangedGradients
-from jobkit.parallel.parallelizer import Spread
+from jobkit.parallel.parallelizer import Parallelizer
 from jobkit.run.files import is_there
-from jobkit.run.records import Start
+from jobkit.run.records import Origin
 from jobkit.wire.pages import Phase, page_before, slots_of
 
 
@@ -94,7 +94,9 @@ class Context:
         self._rank, self._ranks = rank, joined.ranks
         self._devices = [joined.device]
         """The devices whose generators this rank has: its own, and those of tracked tensors."""
-        place = Place(rank.rank, rank.world_size, rank.local_world_size, disks_of(rank.run.path, rank, joined.ranks))
+        place = RankPosition(
+            rank.rank, rank.world_size, rank.local_world_size, disks_of(rank.run.path, rank, joined.ranks)
+        )
         self._checkpointer = Checkpointer(
             rank.run.checkpoints,
             joined.ranks,
@@ -116,11 +118,11 @@ class Context:
             self._take_weights(start)
         self._reporter = Reporter(rank)
         self._health = Health(ignores=config.on_nan == "ignore")
-        self._spread = Spread(config, joined.device, joined.ranks, rank.local_world_size)
-        self._step = Step(config, self._spread)
-        self._tracked = Tracked(self._checkpointer, config.checkpoint.weights, drifts=self._spread.drifts)
+        self._spread = Parallelizer(config, joined.device, joined.ranks, rank.local_world_size)
+        self._step = GradientStep(config, self._spread)
+        self._tracked = Tracked(self._checkpointer, config.checkpoint.weights, drifts=self._spread.is_local_sgd)
         self._tracked.given.is_start = self._is_start
-        self._checkpoints = Checkpoints(rank, self._checkpointer, self._tracked, self._reporter)
+        self._checkpoints = SaveSchedule(rank, self._checkpointer, self._tracked, self._reporter)
         timing = Timing(self._reporter, joined.device, self._step.loaders, lambda: self._tracked.optimizers)
         self._loop = Loop(
             rank,
@@ -137,12 +139,12 @@ class Context:
         # Ranks that compute the same samples together draw the same numbers.
         self._generators = Generators(config.random_seed, self._spread.data_rank, rank.world_size, self._devices)
         self._averaged_step = 0
-        if self._spread.drifts:
+        if self._spread.is_local_sgd:
             self._loop.before_boundary = self._average_replicas
         else:
             self._loop.before_boundary = lambda step, is_last: self._spread.reshard_gathered()
-        self._tracked.before_look = self._spread.reshard
-        self._tracked.before_save = self._spread.check_frozen
+        self._tracked.reshard = self._spread.reshard
+        self._tracked.check_frozen = self._spread.check_frozen
         self._epochs = Epochs(self._loop, self._tracked, self._restore_again, self._devices, rank.rank, rank.world_size)
         self._evaluator = Evaluator(rank, self._spread, self._tracked, self._reporter, self._loop)
         self._values: Values | None = None
@@ -160,7 +162,7 @@ class Context:
             seed_generators(derive_seed(config.random_seed, "init"), *self._devices)
         Context._current = self
 
-    def _take_weights(self, start: Start) -> None:
+    def _take_weights(self, start: Origin) -> None:
         """Begin with the weights of another run's checkpoint. Raises CheckpointError if the copy of --from is gone."""
         folder = self._rank.run.start_folder / self._rank.run.checkpoint(start.step).name
         if not start.weights_only or not is_there(folder):
@@ -397,7 +399,7 @@ class Context:
                 )
             self._loop.begin("ctx.boundary", total)
             if evaluates:
-                self._loop.hold()
+                self._loop.copy_for_rollback()
         elif step < self.step:
             raise UsageError(f"ctx.boundary({step}): {self.step} steps are done; steps only go up")
         elif (drill := self._loop.drill) is not None and step > drill.steps:
@@ -536,7 +538,7 @@ class Context:
             elif not self._loop.is_over:
                 self._loop.end()
             self._rank.beat(self.step, Phase.ENDING)
-            if self._spread.drifts and self._averaged_step != self.step:
+            if self._spread.is_local_sgd and self._averaged_step != self.step:
                 self._average_replicas(self.step, is_last=True)
             self._spread.reshard()
             # final/ first: an attempt that begins with the last checkpoint finds the result there (`is_done`).
@@ -548,7 +550,7 @@ class Context:
                         averages.enter_context(self._step.averaged(value))
                 place = self._rank.run, modules, result, self._ranks, self._rank.check_lease, make_room
                 self._checkpoints.with_room(lambda: write_final(*place))
-            pending = self._checkpoints.stage(self._loop.boundary, is_last=True)
+            pending = self._checkpoints.copy_to_host(self._loop.boundary, is_last=True)
             self._checkpoints.write(pending, wait=True)
             self._checkpoints.offer_best(pending, self._loop.last_values)
         if not self._loop.call:  # a program that only evaluates logs as well

@@ -25,14 +25,14 @@ from jobkit.loop.loop import Loop
 from jobkit.loop.rank import Rank
 from jobkit.loop.reporter import Reporter
 from jobkit.loop.tracked import Tracked
-from jobkit.parallel.parallelizer import Spread, independent_forwards
+from jobkit.parallel.parallelizer import Parallelizer, independent_forwards
 from jobkit.run.files import write_atomic, write_json
 
 
 class Evaluator:
     """The evaluations of one rank."""
 
-    def __init__(self, rank: Rank, spread: Spread, tracked: Tracked, reporter: Reporter, loop: Loop) -> None:
+    def __init__(self, rank: Rank, spread: Parallelizer, tracked: Tracked, reporter: Reporter, loop: Loop) -> None:
         self._rank, self._spread, self._reporter, self._loop = rank, spread, reporter, loop
         self._tracked = tracked
         self._count = 0
@@ -144,7 +144,7 @@ class Evaluator:
 
         # A tracked module that ctx.parallelize did not make may be an average of the weights, with averaged buffers.
         # Stages of a pipeline have buffers of their own.
-        alike = spread.data_group if spread.stages is not None else None
+        alike = spread.data_group if spread.stage_group is not None else None
         modules = [*spread.modules, *self._tracked.shared_modules]
         with self._loop.evaluation(), independent_forwards(modules, alike):
             if together:  # the other ranks wait in a forward: an error of this one ends the attempt

@@ -28,7 +28,7 @@ from jobkit.loop.health import Health, NotFinite
 from jobkit.loop.own_time import OwnTime
 from jobkit.loop.rank import Rank
 from jobkit.loop.reporter import Reporter, as_number
-from jobkit.loop.saving import Boundary, Checkpoints
+from jobkit.loop.saving import Boundary, SaveSchedule
 from jobkit.loop.timing import Timing
 from jobkit.loop.trace import Trace
 from jobkit.loop.tracked import Tracked
@@ -50,7 +50,7 @@ class Loop:
         rank: Rank,
         ranks: RankGroup,
         tracked: Tracked,
-        checkpoints: Checkpoints,
+        checkpoints: SaveSchedule,
         reporter: Reporter,
         health: Health,
         timing: Timing,
@@ -156,9 +156,9 @@ class Loop:
             disk, memory = self._checkpoints.is_due_after(step)
             if not (disk or memory or is_last or self.trace is not None or step + 1 == self.total):
                 return
-        self._settle(is_last=is_last, due=due)
+        self._agree_and_act(is_last=is_last, due=due)
 
-    def _settle(self, *, is_last: bool, due: bool) -> None:
+    def _agree_and_act(self, *, is_last: bool, due: bool) -> None:
         """Agree, and carry out the decision."""
         if self.trace is not None:
             self.trace.write(self.boundary, "boundary")
@@ -171,7 +171,7 @@ class Loop:
         if decision.stop:
             self._stop(None)
         if decision.disk or due:
-            pending = self._checkpoints.stage(self.boundary)
+            pending = self._checkpoints.copy_to_host(self.boundary)
             if decision.disk:
                 self._checkpoints.write(pending, wait=decision.holds)
             self._pending = pending if due else None
@@ -285,7 +285,7 @@ class Loop:
         """Save, and raise Stopped. All ranks come here together."""
         self._checkpoints.saving()
         if pending is None:
-            pending = self._checkpoints.stage(self.boundary)
+            pending = self._checkpoints.copy_to_host(self.boundary)
         self._checkpoints.wait(pending)
         self._raise_stopped(pending.step)
 
@@ -337,12 +337,12 @@ class Loop:
         """Call the functions that are due at this boundary, in order."""
         due = [function for function, interval in calls.items() if self.boundary.step % interval == 0]
         if due and self._pending is None:  # the first boundary of an attempt
-            self.hold()
+            self.copy_for_rollback()
         self._run(due, is_last=False)
 
-    def hold(self) -> None:
+    def copy_for_rollback(self) -> None:
         """Copy the state of the attempt's first boundary, for a stop within what follows."""
-        self._pending = self._checkpoints.stage(self.boundary)
+        self._pending = self._checkpoints.copy_to_host(self.boundary)
         self._pending.is_written = self._checkpoints.checkpointer.durable_step == self.boundary.step
 
     def note_evaluation(self) -> None:
@@ -405,7 +405,7 @@ class Loop:
             return
         if item.at - 1 == self.boundary.step:
             if item.kind == "disk" or self._tracked.has_files:  # no snapshot holds a framework's own files
-                self._checkpoints.write(self._checkpoints.stage(self.boundary), wait=True)
+                self._checkpoints.write(self._checkpoints.copy_to_host(self.boundary), wait=True)
             else:
                 self._checkpoints.snapshot(self.boundary, decision.least_complete)
                 self._checkpoints.checkpointer.snapshots.wait()

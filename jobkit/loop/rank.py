@@ -2,7 +2,7 @@
 
 agent --environment, page--> Rank --beats--> page --> agent (watchdog)
                                   --Progress--> progress.json (rank 0)
-                                  --End--> ends/<attempt>/<rank>.json (worker/ending.py)
+                                  --RankReport--> ends/<attempt>/<rank>.json (worker/ending.py)
 """
 
 from __future__ import annotations

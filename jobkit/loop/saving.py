@@ -1,6 +1,6 @@
 """The loop's saves: when it is time (by checkpoint_interval.py), the best metric, and the outcome of a save.
 
-loop --due?--> Checkpoints --stage, write, snapshot--> Checkpointer (checkpoint/)
+loop --due?--> SaveSchedule --copy_to_host, write, snapshot--> Checkpointer (checkpoint/)
                            <--outcomes-- costs, warnings
 """
 
@@ -56,7 +56,7 @@ class Boundary:
     """Batches done of the epoch."""
 
 
-class Checkpoints:
+class SaveSchedule:
     """The saves of one attempt."""
 
     def __init__(self, rank: Rank, checkpointer: Checkpointer, tracked: Tracked, reporter: Reporter) -> None:
@@ -99,11 +99,11 @@ class Checkpoints:
         """Return Wish.disk for a checkpoint that is due, as far as this rank has heard of the ones before."""
         return 1 if self._full is None or not self._disk.has_passed(MOST_MISSED - 1, *self._full, step) else 2
 
-    def stage(self, boundary: Boundary, *, is_last: bool = False) -> Pending:
+    def copy_to_host(self, boundary: Boundary, *, is_last: bool = False) -> Pending:
         """Copy the state: the loop waits for this alone. `is_last`: the training function has returned."""
         self.tracked.check_state()
         extra = {**self._extra(boundary), "is_last": is_last}
-        return self.checkpointer.stage(boundary.step, self.tracked.entries, extra, self.write_files)
+        return self.checkpointer.copy_to_host(boundary.step, self.tracked.entries, extra, self.write_files)
 
     def _extra(self, boundary: Boundary) -> dict[str, Any]:
         """Return the values of a checkpoint beside its entries."""

@@ -18,19 +18,19 @@ from torch import Tensor, nn
 from jobkit.config.schema import Config
 from jobkit.data.batch import batch_size
 from jobkit.data.loader import Loader
-from jobkit.data.order import share_of
+from jobkit.data.order import sample_range
 from jobkit.data.seeds import preserved_generators
 from jobkit.errors import UsageError
 from jobkit.parallel.accumulation import Loss, backward
 from jobkit.parallel.devices import AUTOCAST
 from jobkit.parallel.gradients import LossScaler, clip_gradients, scale_gradients
-from jobkit.parallel.parallelizer import Spread
+from jobkit.parallel.parallelizer import Parallelizer
 
 
-class Step:
+class GradientStep:
     """Computes steps in the YAML's `precision`."""
 
-    def __init__(self, config: Config, spread: Spread) -> None:
+    def __init__(self, config: Config, spread: Parallelizer) -> None:
         self.spread = spread
         self.loaders: list[Loader] = []
         """The loaders of ctx.loader: the only one tells the size of the global batch."""
@@ -69,9 +69,9 @@ class Step:
         if global_batch_size is None:
             global_batch_size = self._loaders_batch_size(batch_size(inputs))
         scale = self.scaler.begin(lambda: _has_gradients(model)) if self.scaler is not None else 1.0
-        if self.spread.stages is not None and hasattr(model, "stage"):
+        if self.spread.stage_group is not None and hasattr(model, "stage"):
             return self._pipelined(model, inputs, loss, target, micro_batch_size, global_batch_size, scale)
-        adds_up = self.spread.data_size > 1 and not self.spread.drifts
+        adds_up = self.spread.data_size > 1 and not self.spread.is_local_sgd
         group = self.spread.data_group
         return backward(
             model,
@@ -110,7 +110,7 @@ class Step:
                 "pass global_batch_size, the samples on all ranks together"
             )
         size = self.loaders[0].global_batch_size
-        part = share_of(size, self.spread.data_rank, self.spread.data_size)
+        part = sample_range(size, self.spread.data_rank, self.spread.data_size)
         if given != part.stop - part.start:
             raise UsageError(
                 f"ctx.backward was given {given} sample(s), and this rank's share of the loader's {size} is "
@@ -141,7 +141,7 @@ class Step:
         """Within it, the parameters are their moving averages, where the optimizer keeps any; with local SGD those of
         all replicas."""
         swap: Callable[[], AbstractContextManager[None]] | None = getattr(optimizer, "averaged", None)
-        mean = self.spread.mean_replicas(optimizer) if self.spread.drifts else nullcontext()
+        mean = self.spread.mean_replicas(optimizer) if self.spread.is_local_sgd else nullcontext()
         self.spread.reshard()
         with mean, swap() if swap is not None else nullcontext():
             torch.clear_autocast_cache()  # within autocast it holds the weights in another type

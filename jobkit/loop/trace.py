@@ -19,7 +19,7 @@ import xxhash
 from torch.nn.parallel import DistributedDataParallel
 
 from jobkit.checkpoint.digests import leaf_digests, plain_leaves, storage_of, tensor_digests
-from jobkit.checkpoint.live import Live, plain_module
+from jobkit.checkpoint.live import Leaves, plain_module
 from jobkit.checkpoint.tree import flatten
 from jobkit.data.loader import Loader
 from jobkit.errors import CheckpointError
@@ -90,7 +90,7 @@ class Trace:
     def write(self, boundary: Boundary, event: str, **more: Any) -> None:
         """Write a line: the place, values and samples since the line before, digests of the state, and of what lives
         untracked."""
-        self._tracked.before_look()
+        self._tracked.reshard()
         lives = self._tracked.checkpointer.stager.lives(self._tracked.entries)
         line = {
             **asdict(boundary),
@@ -108,11 +108,11 @@ class Trace:
         self._file.flush()
         self._values, self._batches = {}, []
 
-    def _trained(self, lives: Mapping[str, Live]) -> list[str]:
+    def _trained(self, lives: Mapping[str, Leaves]) -> list[str]:
         return [
             f"{name}.{path.replace('/', '.')}"
             for name, live in lives.items()
-            for path, leaf in live.leaves.items()
+            for path, leaf in live.tensors.items()
             if leaf.requires_grad
         ]
 
@@ -125,7 +125,7 @@ class Trace:
             return None
         return all(size % 3 == 0 for size in sizes) if sizes else None
 
-    def _state(self, lives: Mapping[str, Live]) -> dict[str, str]:
+    def _state(self, lives: Mapping[str, Leaves]) -> dict[str, str]:
         loaders = {entry.name for entry in self._tracked.entries if isinstance(entry.live, Loader)} | {f"{OWN}epochs"}
         return {
             f"{name}.{path}".rstrip("."): digest
@@ -134,8 +134,8 @@ class Trace:
             if not (name in loaders and OF_STREAMS.search(path))
         }
 
-    def _untracked(self, lives: Mapping[str, Live]) -> dict[str, Any]:
-        tensors = [leaf for live in lives.values() for leaf in (*live.leaves.values(), *live.left_out.values())]
+    def _untracked(self, lives: Mapping[str, Leaves]) -> dict[str, Any]:
+        tensors = [leaf for live in lives.values() for leaf in (*live.tensors.values(), *live.left_out.values())]
         objects = list(self._tracked.objects.values())
         seen = self._looker.look({storage_of(leaf) for leaf in tensors}, {id(plain_module(each)) for each in objects})
         new = {name: about for name, about in self._looker.about.items() if self._told.get(name) != about}

@@ -30,7 +30,7 @@ from jobkit.data.loader import Loader
 from jobkit.data.seeds import derive_seed, generator_state, load_generator_state, seed_generators, seeds_since
 from jobkit.errors import CheckpointError, UsageError
 from jobkit.log import log
-from jobkit.loop.code_options import Given
+from jobkit.loop.code_options import CodeOptions
 from jobkit.loop.rank import Rank
 from jobkit.loop.values import Values
 from jobkit.run import records
@@ -57,9 +57,9 @@ class Tracked:
         self._weights, self._drifts = weights, drifts
         self.stepped: dict[int, torch.optim.Optimizer] = {}
         """Optimizers that stepped in the step under way."""
-        self.before_look: Callable[[], None] = lambda: None
+        self.reshard: Callable[[], None] = lambda: None
         """Puts the state where it is saved from, and restored to."""
-        self.before_save: Callable[[], None] = lambda: None
+        self.check_frozen: Callable[[], None] = lambda: None
         """Raises UsageError for a state that no longer fits together."""
         self.on_step: Callable[[torch.optim.Optimizer], None] | None = None
         self.has_begun = False
@@ -68,7 +68,7 @@ class Tracked:
         """Optimizers that have stepped, and may."""
         self.has_files = False
         """True where a framework writes its own files into checkpoints."""
-        self.given = Given()
+        self.given = CodeOptions()
         self._is_checked = False
         self.is_weighted = False
         """True if ctx.backward has weighted the parts of a global batch in the step under way."""
@@ -109,7 +109,7 @@ class Tracked:
 
     def restore_again(self) -> None:
         """Read everything once more: lines that ran since may have changed it."""
-        self.before_look()
+        self.reshard()
         self.checkpointer.restore_again()
         if self.given.is_start:
             self.given.apply(self.objects)
@@ -135,7 +135,7 @@ class Tracked:
 
     def _restore(self, entries: list[Entry]) -> None:
         self.entries += entries
-        self.before_look()
+        self.reshard()
         self.checkpointer.restore(entries)
 
     def _entry(self, name: str, value: Any, *, per_rank: bool) -> Entry:
@@ -274,9 +274,9 @@ class Tracked:
     def check_plain_state(self) -> None:
         """Before the first step: raise UsageError for a value that no checkpoint can hold."""
         try:
-            self.before_look()
+            self.reshard()
             for entry, walker in self.checkpointer.stager.walkers(self.entries):
-                for path, leaf in walker.look().leaves.items():
+                for path, leaf in walker.find().tensors.items():
                     check_kind(f"{entry.name}/{path}", leaf)
         except CheckpointError as error:
             raise UsageError(f"{error}: no checkpoint could hold it") from error
@@ -293,9 +293,9 @@ class Tracked:
 
     def check_state(self) -> None:
         """Before a save: the optimizers; at the first save after a step, that replicas are equal on all ranks."""
-        self.before_look()
+        self.reshard()
         self.check_optimizers()
-        self.before_save()
+        self.check_frozen()
         if self.has_begun and not self._is_checked:
             self._is_checked = True
             check_replicas(self.entries, self.checkpointer.stager, self.checkpointer.ranks)

@@ -25,8 +25,8 @@ class GradientOrder:
     DDP begins with one bucket, and after that pass lays its buckets out in the order in which gradients became ready on
     the first rank of its group: the ones that are ready are sent while others are still computed. Where an element
     stands in a bucket decides in which order the ranks' gradients are added, so that a resumed run, whose first step
-    would use the first layout again, would differ from the uninterrupted one in the last bit: `settle` gives it the
-    order.
+    would use the first layout again, would differ from the uninterrupted one in the last bit: `fix_bucket_order`
+    gives it the order.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
@@ -39,7 +39,7 @@ class GradientOrder:
         """In their order: of a static graph's gradients, which may be added to several times, the last one counts."""
         self._hooks: list[Any] = []
         self._settling: Any = None
-        """The hook of a static graph: all ranks have it until they have settled together."""
+        """The hook of a static graph: all ranks have it until they have laid the buckets out together."""
         if not has_order(model):
             return
         if model.static_graph:
@@ -69,7 +69,7 @@ class GradientOrder:
             self._forget_hooks()
         return self._order if self._is_first else None
 
-    def settle(self, order: Sequence[str] | None, in_buckets: Sequence[str] | None = None) -> bool:
+    def fix_bucket_order(self, order: Sequence[str] | None, in_buckets: Sequence[str] | None = None) -> bool:
         """Lay the buckets out for an order that was learnt before, given on the first rank of the group. Collective.
 
         Return False where there is none, or where it is one of other parameters. In a restore `in_buckets` names the
@@ -120,7 +120,7 @@ class GradientOrder:
         return [name for name, gradient in gradients if gradient is not None and gradient._is_view()]
 
     def put_in_buckets(self, names: Sequence[str]) -> None:
-        """Let gradients lie in the buckets of a DDP that has not settled, as zeros. Collective.
+        """Let gradients lie in the buckets of a DDP whose buckets are not laid out, as zeros. Collective.
 
         DDP divides these by the number of ranks, and multiplies others by its inverse: not the same on three ranks. It
         takes a gradient into its bucket in a backward pass, so there is one of zeros.
@@ -161,7 +161,7 @@ class GradientOrder:
 
         The blocks of a stage are computed in the order of registration. Collective.
         """
-        self.settle(list(_reduced(self.model))[::-1])
+        self.fix_bucket_order(list(_reduced(self.model))[::-1])
 
     def _ready(self, name: str, _: Tensor) -> None:
         model = self.model  # of what is only accumulated DDP takes none
@@ -174,7 +174,7 @@ class GradientOrder:
         """Before the second step: DDP itself would do it a step later, and a resumed run another step later still."""
         # Without gradients ranks need not come here together, as in an evaluation.
         if torch.is_grad_enabled() and self.model._static_graph_delay_allreduce_enqueued:
-            self.settle(self.learnt())
+            self.fix_bucket_order(self.learnt())
 
     def _forget_hooks(self) -> None:
         for hook in self._hooks:

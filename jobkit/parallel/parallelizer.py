@@ -47,10 +47,10 @@ OPTIONS = ("find_unused_parameters", "static_graph", "broadcast_buffers", "gradi
 AXES = ("pipeline", "replica", "shard", "tensor")
 
 
-class Spread:
+class Parallelizer:
     """Spreads the models of one rank.
 
-    spread = Spread(config, torch.device("cpu"), RankGroup.of_world())
+    spread = Parallelizer(config, torch.device("cpu"), RankGroup.of_world())
     model = spread.parallelize(Net())
     spread.data_rank, spread.data_size      # this rank's part of a global batch
     """
@@ -72,7 +72,7 @@ class Spread:
         self.compressions: list[Compression] = []
         """The hooks of comm.hook: a part of the state of each rank."""
         self._config, self._seed = config, config.random_seed or 0
-        self.drifts = config.comm.local_sgd > 1 and self.data_size > 1
+        self.is_local_sgd = config.comm.local_sgd > 1 and self.data_size > 1
         """True if replicas differ between two averages (local SGD)."""
         parallel = config.parallel
         # DDP takes no DTensors: with `tensor`, ddp is fully_shard over shards of a single rank.
@@ -82,7 +82,7 @@ class Spread:
         self._mesh: DeviceMesh | None = None
         self.data_group: dist.ProcessGroup | None = None
         """The ranks with other samples, beside this one; None for all ranks."""
-        self.stages: dist.ProcessGroup | None = None
+        self.stage_group: dist.ProcessGroup | None = None
         """The ranks with the stages of one copy of the model."""
         if parallel.offload and not dist.is_initialized():  # a single rank, whose mesh needs a group all the same
             store = dist.HashStore()  # type: ignore[attr-defined]
@@ -95,7 +95,7 @@ class Spread:
             axis = "shard" if self.layout.replicas == 1 else "replica"
             self.data_group = (data if data is not None else self._mesh[axis]).get_group()
             if self.layout.pipeline > 1:
-                self.stages = self._mesh["pipeline"].get_group()
+                self.stage_group = self._mesh["pipeline"].get_group()
         self.forward_is_collective = self._mesh is not None
         """True where all ranks make a forward together, as of sharded weights: they evaluate as many batches each."""
 
@@ -133,23 +133,23 @@ class Spread:
     def _spread(self, module: nn.Module, options: dict[str, bool]) -> nn.Module:
         inner = plain_module(module)
         plan = self._tensor_plan(inner) if self.layout.tensor > 1 else {}  # of the whole module: a stage has none
-        if self.stages is not None:
+        if self.stage_group is not None:
             module = inner = self._stage_of(inner)
         if plan:
             self._divide_layers(inner, plan)
         has_gradients = any(parameter.requires_grad for parameter in inner.parameters())
         if self._is_sharded and has_gradients:
             self._shard(inner)
-        elif self.data_size > 1 and not self._is_sharded and not self.drifts and has_gradients:
+        elif self.data_size > 1 and not self._is_sharded and not self.is_local_sgd and has_gradients:
             module = self._ddp(module, options)
         else:
             module = module.to(self.device)
-        if self.stages is None:
+        if self.stage_group is None:
             return module
         from jobkit.parallel.pipeline import Pipeline
 
         microbatches = self._config.parallel.microbatches
-        return Pipeline(module, self.stages, self.device, None if microbatches == AUTO else int(microbatches))
+        return Pipeline(module, self.stage_group, self.device, None if microbatches == AUTO else int(microbatches))
 
     def _stage_of(self, module: nn.Module) -> nn.Module:
         from jobkit.parallel.pipeline import stage_of  # here: few runs need torch's pipelining
@@ -176,7 +176,7 @@ class Spread:
 
             self.compressions.append(Compression(model, self._config.comm))
         order = GradientOrder(model)
-        if self.stages is None:
+        if self.stage_group is None:
             self.orders.add(order)
         else:
             order.settle_in_reverse()
@@ -238,7 +238,7 @@ class Spread:
                 optimizer: torch.optim.Optimizer = Zero1(groups, make, self.data_group, options)
             else:
                 # A frozen stage has groups without parameters.
-                optimizer = make(groups if len(groups) > 1 or self.stages is not None else trainable, **options)
+                optimizer = make(groups if len(groups) > 1 or self.stage_group is not None else trainable, **options)
         except (TypeError, ValueError) as error:
             name = getattr(make, "__name__", type(make).__name__)
             takes = ", ".join(list(inspect.signature(make).parameters)[1:])
@@ -264,7 +264,7 @@ class Spread:
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """Return the 2-norm of all gradients of the model, a float32 scalar, the same on every rank."""
-        return gradient_norm(parameters, self.stages, device=self.device)
+        return gradient_norm(parameters, self.stage_group, device=self.device)
 
     @contextmanager
     def unsynchronised(self, model: nn.Module) -> Iterator[None]:
@@ -412,7 +412,7 @@ class GradientOrders:
         for name, order, model in alive:
             if all(name in present[rank] for rank in order.members):
                 in_buckets = state.get("in_buckets", {}).get(name, [])
-                if not order.settle(orders.get(name), in_buckets):
+                if not order.fix_bucket_order(orders.get(name), in_buckets):
                     order.put_in_buckets(in_buckets)
                 model.require_forward_param_sync = broadcasts.get(name, model.require_forward_param_sync)
 

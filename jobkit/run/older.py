@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, cast, get_args
 
 from jobkit.run.files import read_json
-from jobkit.run.records import Began, Cause, Ended, Submitted
+from jobkit.run.records import AttemptBegan, AttemptEnded, Cause, Submitted
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Attempt, State, Status
 
@@ -48,8 +48,10 @@ def read(run: RunDir) -> Status | None:
 def _attempt(attempt: Mapping[str, Any], status: Mapping[str, Any]) -> Attempt:
     number, failure = attempt["id"], attempt.get("failure") or {}
     cause = attempt["cause"] if attempt["cause"] in get_args(Cause) else "unknown"
-    began = Began(attempt=number, token="", job_id=attempt["job_id"], time=attempt["started"], host=attempt["host"])
-    ended = Ended(
+    began = AttemptBegan(
+        attempt=number, token="", job_id=attempt["job_id"], time=attempt["started"], host=attempt["host"]
+    )
+    ended = AttemptEnded(
         attempt=number,
         time=attempt["ended"] or attempt["started"],
         cause=cast(Cause, cause),

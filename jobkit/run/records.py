@@ -2,10 +2,10 @@
 
     file                          record        written by                    read by
     progress.json                 Progress      rank 0                        supervisor, followers, list
-    ends/<attempt>/<rank>.json    End           each rank, as its last act    supervisor
+    ends/<attempt>/<rank>.json    RankReport    each rank, as its last act    supervisor
     requests/<kind>.json          Request       commands                      supervisor
     seeds.json                    Seeds         rank 0                        ranks
-    start.json                    Start         the submission, --from        ranks, status
+    start.json                    Origin        the submission, --from        ranks, status
     lease.json                    Lease         supervisor, `rewind`          ranks, agents, every append
     supervisor.json               Contact       supervisor                    its agents
     events.jsonl                  an Event each the holder of the lease       everybody, as the Status that follows
@@ -110,7 +110,7 @@ class Progress:
 
 
 @dataclass(frozen=True, kw_only=True)
-class End:
+class RankReport:
     """How and why a rank ended: its last act. A rank that is killed leaves none."""
 
     rank: int
@@ -136,7 +136,7 @@ class End:
     """True if a full or read-only disk is the cause."""
     node: str | None = None
     seen: list[int] = field(default_factory=list)
-    """Ranks whose End lay there before this one was written: this error may only be their consequence."""
+    """Ranks whose RankReport lay there before this one was written: this error may only be their consequence."""
     result: dict[str, Any] | None = None
     """What the training function returned; rank 0's alone."""
 
@@ -236,7 +236,7 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class Origin:
     """The checkpoint of another run that a run begins with; written once it is in the run's own directory."""
 
     run: str
@@ -305,7 +305,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Submitted(Event):
-    """A submission is about to be made. Nothing is written after sbatch answers: `Began` has the job's id."""
+    """A submission is about to be made. Nothing is written after sbatch answers: `AttemptBegan` has the job's id."""
 
     kind = "submitted"
     token: str
@@ -346,7 +346,7 @@ class Refused(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Began(Event):
+class AttemptBegan(Event):
     """An attempt began: it holds the lease."""
 
     kind = "attempt began"
@@ -364,7 +364,7 @@ class Began(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended(Event):
+class AttemptEnded(Event):
     """An attempt ended: the cause, the lost steps, the decision."""
 
     kind = "attempt ended"

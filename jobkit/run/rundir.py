@@ -31,7 +31,7 @@ from jobkit.log import log
 from jobkit.run import records
 from jobkit.run.files import foreign_owner, is_there, read_fresh, user_name
 from jobkit.run.locks import Lock
-from jobkit.run.records import Contact, Drill, End, Interruption, Lease, Progress, Request, RequestKind, Start
+from jobkit.run.records import Contact, Drill, Interruption, Lease, Origin, Progress, RankReport, Request, RequestKind
 
 if TYPE_CHECKING:
     from jobkit.config.load import Loaded
@@ -216,16 +216,16 @@ class RunDir:
         """Return the newest report of an attempt, which need not be the newest attempt."""
         return records.read(Progress, self.progress_file)
 
-    def ends(self, attempt: int) -> list[End]:
-        """Return the Ends of an attempt's ranks, in the order of the ranks."""
+    def ends(self, attempt: int) -> list[RankReport]:
+        """Return the RankReports of an attempt's ranks, in the order of the ranks."""
         folder = self.ends_folder(attempt)
         files = folder.glob("*.json") if is_there(folder) else ()
-        ends = [records.read(End, file) for file in files]
+        ends = [records.read(RankReport, file) for file in files]
         return sorted((end for end in ends if end is not None), key=lambda end: end.rank)
 
-    def start(self) -> Start | None:
-        """Return the Start of a run with --from; None for a run that begins at step 0 with new weights."""
-        return records.read(Start, self.start_file)
+    def start(self) -> Origin | None:
+        """Return the Origin of a run with --from; None for a run that begins at step 0 with new weights."""
+        return records.read(Origin, self.start_file)
 
     def drill(self) -> Drill | None:
         """Return the orders of `jobkit verify`; None for a run of a user's."""

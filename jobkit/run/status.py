@@ -12,7 +12,17 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from jobkit.run.records import Began, Cancelled, Ended, Event, Finished, Refused, Requeued, Rewound, Submitted
+from jobkit.run.records import (
+    AttemptBegan,
+    AttemptEnded,
+    Cancelled,
+    Event,
+    Finished,
+    Refused,
+    Requeued,
+    Rewound,
+    Submitted,
+)
 
 State = Literal["new", "queued", "running", "interrupted", "failed", "cancelled", "finished"]
 """interrupted: the same command continues. queued: a job is, or was when somebody last knew, in the queue."""
@@ -20,13 +30,13 @@ State = Literal["new", "queued", "running", "interrupted", "failed", "cancelled"
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One attempt: the facts of `Began`, and once it ended those of `Ended`."""
+    """One attempt: the facts of `AttemptBegan`, and once it ended those of `AttemptEnded`."""
 
     number: int
     submission: int
     """Number of the submission that it belongs to; a supervisor's successor belongs to its person's."""
-    began: Began
-    ended: Ended | None = None
+    began: AttemptBegan
+    ended: AttemptEnded | None = None
     queued: float | None = None
     """When its time in the queue began; None for an attempt that began in place."""
 
@@ -120,11 +130,11 @@ def fold(status: Status, event: Event) -> Status:
             return replace(status, state="queued", submitted=event, person_submission=number, reason="")
         case Refused():
             return replace(status, state="interrupted", reason=event.error) if event.token == status.token else status
-        case Began():
+        case AttemptBegan():
             queued = None if event.how == "in place" else before
             attempt = Attempt(number=event.attempt, submission=status.person_submission, began=event, queued=queued)
             return replace(status, state="running", attempts=[*status.attempts, attempt], reason="", rewound=None)
-        case Ended():
+        case AttemptEnded():
             attempts = [
                 replace(attempt, ended=event) if attempt.number == event.attempt else attempt
                 for attempt in status.attempts
@@ -145,7 +155,7 @@ def fold(status: Status, event: Event) -> Status:
     return status
 
 
-def next_try(ended: Ended | None) -> str:
+def next_try(ended: AttemptEnded | None) -> str:
     """Return when a run is tried again that makes no progress, and when it is given up; empty where it makes some."""
     if ended is None or ended.next_at is None or ended.tries == 0:
         return ""
@@ -157,6 +167,6 @@ def _clock(seconds: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(seconds))
 
 
-def _state_after(ended: Ended) -> State:
+def _state_after(ended: AttemptEnded) -> State:
     states: dict[str, State] = {"in_place": "running", "requeue": "queued", "successor": "queued", "fail": "failed"}
     return states.get(ended.next, "interrupted")

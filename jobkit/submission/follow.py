@@ -115,7 +115,7 @@ def describe(attempt: Attempt) -> str:
 def follow_local(run: RunDir, process: subprocess.Popen[bytes], signals: Signals) -> int:
     """Show a local run until its job has ended; returns the exit code. A signal stops the run, a second one kills."""
     follower = Follower(run)
-    stop = Stop(run, process, follower.display)
+    stop = LocalStopper(run, process, follower.display)
     try:
         now = _show(run, process, signals, follower, stop)
     except OSError:
@@ -135,7 +135,9 @@ def ended(run: RunDir) -> View | None:
     return None if run.alive_lock().is_held() else known_view(run)
 
 
-def _show(run: RunDir, process: subprocess.Popen[bytes], signals: Signals, follower: Follower, stop: Stop) -> View:
+def _show(
+    run: RunDir, process: subprocess.Popen[bytes], signals: Signals, follower: Follower, stop: LocalStopper
+) -> View:
     """Show the output until the job has ended, and pass signals on. Raises OSError where nobody takes the output."""
     look_at, turn_shown, looks = time.monotonic() + AGAIN_SECONDS, "", Looks()
     while process.poll() is None or (now := looks.at(ended, run)) is None:
@@ -154,7 +156,7 @@ def _show(run: RunDir, process: subprocess.Popen[bytes], signals: Signals, follo
     return now
 
 
-class Stop:
+class LocalStopper:
     """Asks a local run to stop, until it has: a supervisor that is killed in between has not heard it."""
 
     def __init__(self, run: RunDir, process: subprocess.Popen[bytes], display: Display) -> None:

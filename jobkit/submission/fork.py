@@ -27,7 +27,7 @@ from jobkit.run.after import predecessors
 from jobkit.run.files import foreign_owner, read_json, sync_file, sync_folder
 from jobkit.run.journal import read_status
 from jobkit.run.older import HINT
-from jobkit.run.records import Start
+from jobkit.run.records import Origin
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import find, identity_of, runs_in, versions
 from jobkit.run.secrets import masked
@@ -98,7 +98,7 @@ class Fork:
                 foreign = _link(source, folder / source.name)
             except FileNotFoundError:
                 continue
-            start = Start(run=self.parent.name, path=str(self.parent.path), step=step, weights_only=self.weights_only)
+            start = Origin(run=self.parent.name, path=str(self.parent.path), step=step, weights_only=self.weights_only)
             records.write(run.start_file, start)
             print(f"{run.name} {self.describe(plan, step)}{foreign}", file=sys.stderr)
             return

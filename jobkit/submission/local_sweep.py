@@ -27,7 +27,7 @@ from jobkit.run.rundir import RunDir
 from jobkit.run.runs import sweep_cancel_file, sweep_lock
 from jobkit.run.view import LOST, View
 from jobkit.submission import transaction
-from jobkit.submission.follow import POLL_SECONDS, Stop, ended
+from jobkit.submission.follow import POLL_SECONDS, LocalStopper, ended
 from jobkit.submission.plan import LaunchPlan
 from jobkit.submission.signals import Signals
 from jobkit.submission.sweep import Sweep, SweepOutcome, counted, starting
@@ -106,7 +106,7 @@ class _Loop:
     signals: Signals
     prepare: Callable[[LaunchPlan], None]
     cancel_file: Path
-    running: dict[RunDir, tuple[subprocess.Popen[bytes], Stop]] = field(default_factory=dict)
+    running: dict[RunDir, tuple[subprocess.Popen[bytes], LocalStopper]] = field(default_factory=dict)
     states: list[str] = field(default_factory=list)
     codes: list[int] = field(default_factory=list)
     looks: Looks = field(default_factory=Looks)
@@ -148,7 +148,7 @@ class _Loop:
             self.states.append(outcome.before.state)
             return
         print(f"{outcome.run.name} starts; {len(self.waiting)} run(s) wait", file=sys.stderr, flush=True)
-        stop = Stop(outcome.run, outcome.process, Display(outcome.run.name))
+        stop = LocalStopper(outcome.run, outcome.process, Display(outcome.run.name))
         self.running[outcome.run] = outcome.process, stop
         if self.looks.at(self.cancel_file.exists):  # `cancel` may have looked for runs before this one was there
             outcome.run.ask("cancel", read_status(outcome.run))

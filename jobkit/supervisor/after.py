@@ -16,7 +16,7 @@ from jobkit.run.after import awaited, decide
 from jobkit.run.records import Cancelled, Event, Refused
 from jobkit.run.view import views
 from jobkit.supervisor.closing import cancel_of
-from jobkit.supervisor.lease import NotRunnable, Tenure, way_back
+from jobkit.supervisor.lease import HeldLease, NotRunnable, way_back
 from jobkit.supervisor.retry import Decision
 
 LOOK_SECONDS = 1.0
@@ -25,7 +25,7 @@ ASK_SECONDS = 10.0
 """Between two looks of a run here that waits for one on Slurm, where somebody has continued it."""
 
 
-def wait(tenure: Tenure, signals: list[int]) -> None:
+def wait(tenure: HeldLease, signals: list[int]) -> None:
     """Return once the runs that this one comes after are finished. Raises NotRunnable where it does not start now."""
     run, me, journal, shown = tenure.run, tenure.me, tenure.journal, ""
     if tenure.decision is not None:
@@ -56,7 +56,7 @@ def wait(tenure: Tenure, signals: list[int]) -> None:
         time.sleep(ASK_SECONDS if any(now.job is not None for now in existing) else LOOK_SECONDS)
 
 
-def _end(tenure: Tenure, event: Event) -> NoReturn:
+def _end(tenure: HeldLease, event: Event) -> NoReturn:
     """Journal the end of a run that has not begun."""
     with tenure.run.begin_lock():
         tenure.journal.append(event)

@@ -1,7 +1,7 @@
 """The supervisor's agents: one TCP port, one connection a node, and the state of each agent.
 
-    agent --Hello, NotReady, Ready, Exited, Signalled, Silent--> Agents.wait() --> [(agent, message)] --> loop.py
-          <--Welcome, Start, Signal, Ack, Leave------- Agents.send()
+    agent --Hello, NotReady, Ready, RankExited, Signalled, Silent--> Agents.wait() --> [(agent, message)] --> loop.py
+          <--Welcome, StartRanks, Signal, Ack, Leave------- Agents.send()
 
 supervisor.json (the Contact) says where the port is. loop.py does everything here in its main thread; other threads
 only call `wake`. The other end of a connection is agent/link.py.
@@ -26,15 +26,15 @@ from jobkit.run.records import Contact
 from jobkit.run.rundir import RunDir
 from jobkit.wire.messages import (
     Ack,
-    Exited,
     Hello,
     Leave,
     Lines,
     Message,
     NotReady,
+    RankExited,
     Ready,
     Signalled,
-    Start,
+    StartRanks,
     Welcome,
     encode,
 )
@@ -95,7 +95,7 @@ class Agent:
     pressed: int = 0
     """The last order to its ranks: a Pressure of running.py."""
     to_acknowledge: set[int] = field(default_factory=set)
-    """Serials of its Exited: it says them again after a Hello until they are acknowledged."""
+    """Serials of its RankExited: it says them again after a Hello until they are acknowledged."""
 
     @property
     def is_ready(self) -> bool:
@@ -119,8 +119,8 @@ class Agents:
 
     agents = Agents(run, "local-host-17", writer=lease.writer, host="127.0.0.1")
     for agent, news in agents.wait(1.0):
-        match news: ...                     # Hello, Ready, Exited, Signalled, Silent, NotStarted, Lost
-    agents.send(agent, Start(...))
+        match news: ...                     # Hello, Ready, RankExited, Signalled, Silent, NotStarted, Lost
+    agents.send(agent, StartRanks(...))
     """
 
     def __init__(self, run: RunDir, job_id: str, *, writer: str, host: str, restart: int = 0) -> None:
@@ -177,7 +177,7 @@ class Agents:
 
     def send(self, agent: Agent, message: Message) -> None:
         """Send a message; an agent without a connection gets none: its Hello says in which state it comes back."""
-        if isinstance(message, Start):
+        if isinstance(message, StartRanks):
             agent.port, agent.is_signalled, agent.pressed = None, False, 0
         if agent.connection is not None:
             self._write(agent.connection, message)
@@ -304,7 +304,7 @@ class Agents:
                 agent.why = message.why
             case Ready():
                 agent.port, agent.why = message.port, ""
-            case Exited():
+            case RankExited():
                 agent.to_acknowledge.add(message.serial)
             case Signalled():
                 agent.is_signalled = True

@@ -21,9 +21,9 @@ from jobkit.config.schema import ContainerConfig
 from jobkit.run.rundir import RunDir
 from jobkit.supervisor import container
 from jobkit.supervisor.diagnosis import FailedSetup, last_words
-from jobkit.supervisor.lease import Tenure
+from jobkit.supervisor.lease import HeldLease
 from jobkit.supervisor.placement import Placement
-from jobkit.supervisor.retry import Decision, Room
+from jobkit.supervisor.retry import Decision, RestartOptions
 from jobkit.wire.messages import LOCAL
 
 if TYPE_CHECKING:
@@ -49,10 +49,10 @@ def margin_of(limit: float) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class SchedulerReport:
     """The scheduler's answer to one question; on this machine there is none to ask, and everything is well."""
 
-    asked: float
+    asked_at: float
     """When it was asked, by the monotonic clock: a later event may not be in it."""
     job: Job | None = None
     cause: StopCause | None = None
@@ -132,7 +132,7 @@ class Allocation:
                     start_new_session=True,  # a signal to the process group of job.sh is for the supervisor alone
                 )
 
-    def launch_failure(self, missing: Collection[str], look: Look) -> LaunchFailure | None:
+    def launch_failure(self, missing: Collection[str], look: SchedulerReport) -> LaunchFailure | None:
         """Return why agents that did not say Hello yet will not come; None while they may."""
         code = self._agent.poll() if self._agent is not None else None
         if code is not None:
@@ -170,15 +170,15 @@ class Allocation:
             self._how = ": ".join(filter(None, [why, _end_of(self._agent.returncode)]))
             self._agent = None
 
-    def look(self) -> Look | None:
+    def poll(self) -> SchedulerReport | None:
         """Ask the scheduler, in a thread; None if it does not answer."""
-        return Look(asked=time.monotonic())
+        return SchedulerReport(asked_at=time.monotonic())
 
-    def room(self, tenure: Tenure, look: Look, placement: Placement) -> Room:
+    def room(self, tenure: HeldLease, look: SchedulerReport, placement: Placement) -> RestartOptions:
         """Return the room that the job has after an attempt."""
-        return Room(in_place=lambda without: True)
+        return RestartOptions(in_place=lambda without: True)
 
-    def again(self, tenure: Tenure, decision: Decision, lost: Collection[str]) -> None:
+    def again(self, tenure: HeldLease, decision: Decision, lost: Collection[str]) -> None:
         """Put the run into the queue again, as the decision says. `lost`: nodes that this start of the job has lost."""
         raise AssertionError(f"this machine has no queue: {decision}")
 

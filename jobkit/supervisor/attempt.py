@@ -1,7 +1,7 @@
 """The life of an attempt in the journal: the right to begin it, the reason of its end, the next step.
 
-    Me (job, token) --take_over--> Tenure --begin--> Began --> (the ranks live) --close--> Ended, ... --> Decision
-                                              ^---------------- in place -----------------------------------'
+    ThisJob --take_over--> HeldLease --begin--> AttemptBegan --> (the ranks live) --close--> AttemptEnded --> Decision
+                                       ^------------------------ in place ---------------------------------------'
 
 The supervisor calls these; an agent whose supervisor is gone calls `rescue`, which closes too. Each holds the run's
 begin lock, and the journal takes events from the holder of the lease alone: a process that has lost it gets LostLease.
@@ -19,13 +19,13 @@ from typing import Literal, TypeVar
 
 from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, InputError
 from jobkit.run.journal import Journal
-from jobkit.run.records import Began, Cancelled, Refused, Requeued
+from jobkit.run.records import AttemptBegan, Cancelled, Refused, Requeued
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Attempt, Status
 from jobkit.supervisor.closing import REQUESTS, Unsaved, cancel_of, end_attempt, facts_of_lost, facts_of_rescue
 from jobkit.supervisor.diagnosis import Facts
-from jobkit.supervisor.lease import Me, NotRunnable, Tenure, way_back
-from jobkit.supervisor.retry import Decision, Room
+from jobkit.supervisor.lease import HeldLease, NotRunnable, ThisJob, way_back
+from jobkit.supervisor.retry import Decision, RestartOptions
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ EXIT_RUN_FAILED = 3
 _EXITS = {"finished": EXIT_FINISHED, "failed": EXIT_RUN_FAILED}
 
 
-def take_over(run: RunDir, me: Me) -> Tenure:
+def take_over(run: RunDir, me: ThisJob) -> HeldLease:
     """Return the right to write for this job. Raises NotRunnable where the job has nothing to run (any more).
 
     An open attempt of an earlier job, or of an earlier start of this one, is closed.
@@ -57,13 +57,13 @@ def take_over(run: RunDir, me: Me) -> Tenure:
         if is_ours:
             return replace(tenure, adopted=attempt)
         if attempt is not None:
-            decision = end_attempt(tenure, facts_of_lost(run, attempt, me, before), Room(requeue="requeue"))
+            decision = end_attempt(tenure, facts_of_lost(run, attempt, me, before), RestartOptions(requeue="requeue"))
             if decision.action in ("stop", "fail"):
                 raise _over(tenure.journal.status)
         return tenure
 
 
-def begin(tenure: Tenure, nodes: list[str], ranks: int, *, is_saved: bool = True) -> int:
+def begin(tenure: HeldLease, nodes: list[str], ranks: int, *, is_saved: bool = True) -> int:
     """Journal a new attempt and return its number.
 
     Raises NotRunnable (cancelled, or submitted again meanwhile), LostLease, and OSError where the disk is full: an
@@ -99,9 +99,9 @@ def begin(tenure: Tenure, nodes: list[str], ranks: int, *, is_saved: bool = True
         return number
 
 
-def _next_attempt(tenure: Tenure, nodes: list[str], ranks: int) -> Began:
+def _next_attempt(tenure: HeldLease, nodes: list[str], ranks: int) -> AttemptBegan:
     me, status = tenure.me, tenure.journal.status
-    return Began(
+    return AttemptBegan(
         attempt=status.attempt.number + 1 if status.attempt is not None else 1,
         token=me.token,
         job_id=me.job_id,
@@ -113,7 +113,7 @@ def _next_attempt(tenure: Tenure, nodes: list[str], ranks: int) -> Began:
     )
 
 
-def _how(me: Me, last: Attempt | None, status: Status) -> Literal["start", "in place", "requeue", "resume"]:
+def _how(me: ThisJob, last: Attempt | None, status: Status) -> Literal["start", "in place", "requeue", "resume"]:
     if last is None:
         return "start"
     if me.began(last):
@@ -121,7 +121,7 @@ def _how(me: Me, last: Attempt | None, status: Status) -> Literal["start", "in p
     return "resume" if last.submission < status.person_submission else "requeue"
 
 
-def pause(tenure: Tenure) -> float:
+def pause(tenure: HeldLease) -> float:
     """Return the seconds until the next attempt may begin; a clock that was set back makes them no more."""
     last = tenure.journal.status.attempt
     ended = last.ended if last is not None and tenure.me.began(last) else None
@@ -130,7 +130,7 @@ def pause(tenure: Tenure) -> float:
     return min(ended.next_at - ended.time, ended.next_at - time.time())
 
 
-def unsaved_step(tenure: Tenure, facts: Facts | None = None) -> int | None:
+def unsaved_step(tenure: HeldLease, facts: Facts | None = None) -> int | None:
     """Return the step of the newest snapshot that this job's agents may have; None where a checkpoint is as new.
 
     `facts` are those of an attempt that is still open.
@@ -141,7 +141,7 @@ def unsaved_step(tenure: Tenure, facts: Facts | None = None) -> int | None:
     return newest if newest > (-1 if durable is None else durable) else None
 
 
-def close(tenure: Tenure, facts: Facts, room: Room, *, is_saved: bool = True) -> Decision:
+def close(tenure: HeldLease, facts: Facts, room: RestartOptions, *, is_saved: bool = True) -> Decision:
     """Journal the end of the open attempt, and return the next step. Harmless to call twice. Raises LostLease.
 
     A full disk does not raise: the events wait in `tenure.journal`, whose `flush` is to be tried again. With
@@ -153,10 +153,10 @@ def close(tenure: Tenure, facts: Facts, room: Room, *, is_saved: bool = True) ->
         return end_attempt(tenure, facts, room, is_saved=is_saved or unsaved_step(tenure, facts) is None)
 
 
-def rescue(run: RunDir, me: Me, writer: str, dead_node: str | None = None) -> Tenure | None:
+def rescue(run: RunDir, me: ThisJob, writer: str, dead_node: str | None = None) -> HeldLease | None:
     """Close the attempt of a job whose batch script is gone; None if another process acts, or nothing is to be done.
 
-    An agent calls it, and carries out the `decision` of the Tenure (requeue, successor). `writer` is the supervisor
+    An agent calls it, and carries out the `decision` of the HeldLease (requeue, successor). `writer` is the supervisor
     that the agent has known last (Contact.writer): a lease with another word is of a supervisor that lives, or of an
     agent that was first. `dead_node` is the node of the batch script, if it is gone, and not the script alone.
     """
@@ -170,14 +170,14 @@ def rescue(run: RunDir, me: Me, writer: str, dead_node: str | None = None) -> Te
             _refuse(status, me, decision)
             tenure = _take_lease(run, me, lease.attempt)  # its ranks may still save
             if decision is None and status.open_attempt is not None:
-                decision = end_attempt(tenure, facts_of_rescue(me, dead_node), Room(requeue=way_back(me.job)))
+                decision = end_attempt(tenure, facts_of_rescue(me, dead_node), RestartOptions(requeue=way_back(me.job)))
             decision = decision or _leave(tenure)  # the supervisor died between two attempts, or before the first
         except NotRunnable:
             return None
         return replace(tenure, decision=decision) if decision.action in ("requeue", "successor") else None
 
 
-def _refuse(status: Status, me: Me, decision: Decision | None) -> None:
+def _refuse(status: Status, me: ThisJob, decision: Decision | None) -> None:
     """Raise NotRunnable if this job has nothing to run: Slurm is not asked, whose silence would be no answer."""
     if status.token != me.token and (decision is None or decision.action != "successor"):
         raise NotRunnable(f"{status.name}: job {me.job_id} begins nothing: the run was submitted again since")
@@ -191,19 +191,19 @@ def _over(status: Status) -> NotRunnable:
     return NotRunnable(f"{status.name} is {status.state}{words}", _EXITS.get(status.state, EXIT_RESUMABLE))
 
 
-def _take_lease(run: RunDir, me: Me, attempt: int) -> Tenure:
+def _take_lease(run: RunDir, me: ThisJob, attempt: int) -> HeldLease:
     """Become the one writer. Raises NotRunnable where another user wrote the config, or the job lacks a variable."""
     _checked(run, me, run.refuse_foreign)
     try:
         config = run.config() if attempt else _checked(run, me, run.config)
     except InputError as error:  # ranks live: they are no reason to give up, and a person may mend the file
         raise OSError(errno.ESTALE, str(error)) from error
-    tenure = Tenure(run=run, config=config, me=me, journal=Journal(run, secrets.token_hex(8)))
+    tenure = HeldLease(run=run, config=config, me=me, journal=Journal(run, secrets.token_hex(8)))
     tenure.write_lease(attempt)
     return tenure
 
 
-def _checked(run: RunDir, me: Me, check: Callable[[], T], *, is_saved: bool = True) -> T:
+def _checked(run: RunDir, me: ThisJob, check: Callable[[], T], *, is_saved: bool = True) -> T:
     """Return the result of a check; raise NotRunnable where a person must submit the run again."""
     try:
         return check()
@@ -217,7 +217,7 @@ def _checked(run: RunDir, me: Me, check: Callable[[], T], *, is_saved: bool = Tr
 # A job that Slurm is ending
 
 
-def _not_carried_out(status: Status, me: Me) -> Decision | None:
+def _not_carried_out(status: Status, me: ThisJob) -> Decision | None:
     """Return the decision of an earlier supervisor of this start of the job, if it had to put the run into the queue.
 
     It was journalled first, because `scontrol requeue` kills its own caller: a supervisor that was killed in between
@@ -233,17 +233,17 @@ def _not_carried_out(status: Status, me: Me) -> Decision | None:
     return Decision(action=attempt.ended.next, reason=attempt.ended.reason)
 
 
-def _leave(tenure: Tenure) -> Decision:
+def _leave(tenure: HeldLease) -> Decision:
     """Return how a job that Slurm is ending gets into the queue again. Raises NotRunnable where nothing is to be done.
 
     Only what Slurm says counts: a supervisor that starts in this moment has seen nothing.
     """
     me, journal = tenure.me, tenure.journal
-    word = me.word()
+    word = me.slurm_cause()
     if journal.status.open_attempt is None and word == "timeout":  # of setup lines: else it would have no budget
         journal.append(_next_attempt(tenure, [], 0))
     if journal.status.open_attempt is not None:
-        decision = end_attempt(tenure, Facts(word=word), Room(requeue=way_back(me.job)))
+        decision = end_attempt(tenure, Facts(slurm_cause=word), RestartOptions(requeue=way_back(me.job)))
     elif word == "cancelled":
         journal.append(Cancelled(reason=f"job {me.job_id} was cancelled"))
         raise _over(journal.status)

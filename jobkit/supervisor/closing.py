@@ -1,6 +1,6 @@
 """The end of an attempt: facts and traces become a cause, the cause a decision, both become events of the journal.
 
-    Facts + ends/<attempt>/ --diagnose--> Verdict --decide--> Decision --> Ended, Finished | Cancelled | ...
+    Facts + ends/<attempt>/ --diagnose--> Verdict --decide--> Decision --> AttemptEnded, Finished | Cancelled | ...
 
 attempt.py calls `end_attempt` with the begin lock and the lease held: for a supervisor, for the next begin of an
 attempt that nobody closed, and for an agent that rescues.
@@ -15,12 +15,12 @@ from dataclasses import asdict, replace
 from jobkit.disk import is_full, may_return, write_probe
 from jobkit.errors import SchedulerError
 from jobkit.log import log
-from jobkit.run.records import Cancelled, Cause, Ended, Finished, Lease, Request, Requeued
+from jobkit.run.records import AttemptEnded, Cancelled, Cause, Finished, Lease, Request, Requeued
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Attempt, Status, fold
 from jobkit.supervisor.diagnosis import Facts, LostNode, Traces, Verdict, diagnose, last_words
-from jobkit.supervisor.lease import Me, Tenure
-from jobkit.supervisor.retry import Decision, Room, decide
+from jobkit.supervisor.lease import HeldLease, ThisJob
+from jobkit.supervisor.retry import Decision, RestartOptions, decide
 
 REQUESTS: dict[str, Cause] = {"cancel": "cancelled", "stop": "stopped", "preempt": "preempted"}
 """The wishes of commands; rather a cancel than a stop or a preemption."""
@@ -50,7 +50,7 @@ class Unsaved(Exception):
     """
 
 
-def end_attempt(tenure: Tenure, facts: Facts, room: Room, *, is_saved: bool = True) -> Decision:
+def end_attempt(tenure: HeldLease, facts: Facts, room: RestartOptions, *, is_saved: bool = True) -> Decision:
     """Journal the end of the open attempt and return the next step; without one, the decision after the last.
 
     With `is_saved=False` it raises Unsaved instead where no attempt follows in this job.
@@ -74,7 +74,7 @@ def end_attempt(tenure: Tenure, facts: Facts, room: Room, *, is_saved: bool = Tr
         verdict = Verdict(cause="cancelled")
     steps = [end.step for end in traces.ends] + [exited.step for exited, _ in facts.exits if exited.step >= 0]
     steps += [progress.step] if progress is not None else []  # this report may be older than the death
-    ended = Ended(
+    ended = AttemptEnded(
         attempt=number,
         time=time.time(),
         next="stop",
@@ -124,14 +124,17 @@ def end_attempt(tenure: Tenure, facts: Facts, room: Room, *, is_saved: bool = Tr
     return decision
 
 
-def facts_of_rescue(me: Me, dead_node: str | None) -> Facts:
+def facts_of_rescue(me: ThisJob, dead_node: str | None) -> Facts:
     """Return the facts of an agent whose supervisor is gone, with or without the node of the batch script."""
     if dead_node is not None:
-        return Facts(word=me.word(), lost_nodes=[LostNode(node=dead_node, why="it held the batch script, and is gone")])
-    return Facts(word=me.word(), asked=("killed", "the batch script was killed"))
+        return Facts(
+            slurm_cause=me.slurm_cause(),
+            lost_nodes=[LostNode(node=dead_node, why="it held the batch script, and is gone")],
+        )
+    return Facts(slurm_cause=me.slurm_cause(), stop_reason=("killed", "the batch script was killed"))
 
 
-def facts_of_lost(run: RunDir, attempt: Attempt, me: Me, lease: Lease | None) -> Facts:
+def facts_of_lost(run: RunDir, attempt: Attempt, me: ThisJob, lease: Lease | None) -> Facts:
     """Return what the next begin knows of an attempt whose supervisor died with its job, or had no time.
 
     `lease` is the one of that supervisor.
@@ -143,6 +146,6 @@ def facts_of_lost(run: RunDir, attempt: Attempt, me: Me, lease: Lease | None) ->
         with contextlib.suppress(SchedulerError):
             if lease is not None and lease.node and nodes.died_since(lease.node, attempt.began.time):
                 return Facts(lost_nodes=[LostNode(node=lease.node, why="it held the batch script, and died")])
-        return Facts(word="preempted")
+        return Facts(slurm_cause="preempted")
     request = request_of(run, attempt.submission, attempt.number)
-    return Facts() if request is None else Facts(asked=(REQUESTS[request.kind], ""))
+    return Facts() if request is None else Facts(stop_reason=(REQUESTS[request.kind], ""))

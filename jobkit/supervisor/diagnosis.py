@@ -1,9 +1,9 @@
 """Why an attempt ended: a pure function of what the supervisor saw and of what the ranks left.
 
-    Facts (exits, lost nodes, Slurm's word) + Traces (ends/<attempt>/*.json) --diagnose()--> Verdict --> Ended
+    Facts (exits, lost nodes, Slurm's word) + Traces (ends/<attempt>/*.json) --diagnose()--> Verdict --> AttemptEnded
 
 attempt.py calls it. Facts count in the order of their arrival, because the clocks of nodes differ. Messages of
-libraries are not read: an error after another rank's death or End (its record of how it ended) is a consequence.
+libraries are not read: an error after another rank's death or RankReport (its record of how it ended) is a consequence.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobkit.errors import EXIT_RESUMABLE, Nature
-from jobkit.run.records import Began, Cause, End
-from jobkit.wire.messages import Exited, Silent
+from jobkit.run.records import AttemptBegan, Cause, RankReport
+from jobkit.wire.messages import RankExited, Silent
 
 if TYPE_CHECKING:
     from jobkit.slurm.jobs import StopCause
@@ -66,11 +66,11 @@ class FailedSetup:
 class Facts:
     """The facts that the supervisor saw of the end of an attempt; running.py fills it in while the ranks live."""
 
-    exits: list[tuple[Exited, str]] = field(default_factory=list)
+    exits: list[tuple[RankExited, str]] = field(default_factory=list)
     """Ranks that ended, in order of arrival, each with the name of its node."""
     reported: frozenset[int] | None = None
-    """Ranks whose End lay there when the first exit with a failure arrived: an End that came later is a consequence.
-    None if nobody looked: then all Ends count, unless a signal killed that rank."""
+    """Ranks whose RankReport lay there when the first exit with a failure arrived: one that came later is a
+    consequence. None if nobody looked: then all of them count, unless a signal killed that rank."""
     lost_nodes: list[LostNode] = field(default_factory=list)
     """In order of arrival. After a signal of Slurm's a lost agent is no lost node."""
     failed_setup: FailedSetup | None = None
@@ -78,19 +78,19 @@ class Facts:
     """Srun's words where it could start nothing and named no node; a node that it named is a LostNode."""
     launch_is_final: bool = False
     """True where another start would end the same way: an option of srun that Slurm refuses, an image without torch."""
-    asked: tuple[Cause, str] | None = None
+    stop_reason: tuple[Cause, str] | None = None
     """The reason for which the supervisor itself ended the ranks (timeout, hang, cancelled, preempted, stopped), and
     words for `error`. The first one counts."""
     silent: tuple[Silent, str] | None = None
     """The first rank that gave no sign of life, and its node: a hang may be the node's."""
     signalled: bool = False
     """True if an agent was sent a signal (by Slurm, or by a person) that it passed on to its ranks."""
-    word: StopCause | None = None
+    slurm_cause: StopCause | None = None
     """Slurm's word (`slurm.jobs.stop_cause`); None if Slurm gives no reason or no answer, and on this machine."""
 
     @property
     def snapshot_step(self) -> int | None:
-        """See records.Ended."""
+        """See records.AttemptEnded."""
         steps = [exited.snapshot_step for exited, _ in self.exits if exited.snapshot_step is not None]
         return min(steps, default=None) if len(steps) == len(self.exits) else None
 
@@ -99,7 +99,7 @@ class Facts:
 class Traces:
     """The files that the ranks of an attempt left on the disk."""
 
-    ends: Sequence[End] = ()
+    ends: Sequence[RankReport] = ()
     peak_bytes: int | None = None
     """The most host memory that a rank had, by the newest progress report."""
     disk_is_full: Callable[[], bool] = lambda: False
@@ -110,7 +110,7 @@ class Traces:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The cause of an attempt's end, and its details: fields of `Ended`."""
+    """The cause of an attempt's end, and its details: fields of `AttemptEnded`."""
 
     cause: Cause
     error: str | None = None
@@ -127,15 +127,17 @@ class Verdict:
     evidence: str | None = None
 
 
-def diagnose(facts: Facts, traces: Traces, began: Began, *, command: bool = False) -> Verdict:
-    """Return why an attempt ended. `command` is True for a YAML's `command:`, which may leave no Ends."""
+def diagnose(facts: Facts, traces: Traces, began: AttemptBegan, *, command: bool = False) -> Verdict:
+    """Return why an attempt ended. `command` is True for a YAML's `command:`, which may leave no RankReports."""
     if _is_finished(facts, traces.ends, began.ranks, command):
         return Verdict(cause="finished")
-    if facts.word == "cancelled":  # before all else: a job that its owner has cancelled must not come back
+    if facts.slurm_cause == "cancelled":  # before all else: a job that its owner has cancelled must not come back
         return Verdict(cause="cancelled")
     failed = {end.rank: end for end in traces.ends if end.kind == "failed"}
-    cause, words = facts.asked or (None, "")
-    if cause is not None and not (cause == "killed" and facts.word):  # what Slurm and the ranks say follows from it
+    cause, words = facts.stop_reason or (None, "")
+    if cause is not None and not (
+        cause == "killed" and facts.slurm_cause
+    ):  # what Slurm and the ranks say follows from it
         cause_of_hang = _first(failed.values(), failed, facts) if cause == "hang" else None
         if cause_of_hang is None and cause == "hang" and facts.silent is not None:
             hung, node = facts.silent
@@ -150,8 +152,10 @@ def diagnose(facts: Facts, traces: Traces, began: Began, *, command: bool = Fals
         lost = facts.lost_nodes[0]
         error = f"node {lost.node}: {lost.why}"
         return Verdict(cause="node_failure", node=lost.node, error=error, evidence=lost.why)
-    if facts.word is not None:  # the ranks died of Slurm's signals
-        return Verdict(cause=facts.word, error="the batch script was killed" if facts.word == "killed" else None)
+    if facts.slurm_cause is not None:  # the ranks died of Slurm's signals
+        return Verdict(
+            cause=facts.slurm_cause, error="the batch script was killed" if facts.slurm_cause == "killed" else None
+        )
     if facts.failed_setup is not None:  # after Slurm's word: its signals reach the line too
         return Verdict(cause="setup", node=facts.failed_setup.node, error=facts.failed_setup.words)
     if deaths:
@@ -165,7 +169,7 @@ def diagnose(facts: Facts, traces: Traces, began: Began, *, command: bool = Fals
         return _failed(end, failed, began, traces)
     stopped = [exited.rank for exited, _ in facts.exits if exited.code == EXIT_RESUMABLE]
     silent = set(stopped).difference(end.rank for end in traces.ends)
-    if silent and not command and not facts.signalled:  # worker/ending.py: its End did not fit on the disk
+    if silent and not command and not facts.signalled:  # worker/ending.py: its RankReport did not fit on the disk
         rank = min(silent)
         return Verdict(cause="disk", error=f"rank {rank} could not write to the run directory's disk", rank=rank)
     if stopped or facts.signalled or any(end.kind == "stopped" for end in traces.ends):
@@ -173,28 +177,34 @@ def diagnose(facts: Facts, traces: Traces, began: Began, *, command: bool = Fals
     return Verdict(cause="unknown", error="nobody saw how it ended")
 
 
-def is_failure(exited: Exited, ends: Iterable[End]) -> bool:
-    """Return whether a rank's exit is a failure: by its End, if it left one, else by its exit code."""
+def is_failure(exited: RankExited, ends: Iterable[RankReport]) -> bool:
+    """Return whether a rank's exit is a failure: by its RankReport, if it left one, else by its exit code."""
     kind = next((end.kind for end in ends if end.rank == exited.rank), None)
     return kind == "failed" or (kind is None and not exited.is_done and exited.code != EXIT_RESUMABLE)
 
 
-def _is_finished(facts: Facts, ends: Sequence[End], ranks: int, command: bool) -> bool:
-    """Return whether all ranks have finished, by their Ends or by their exit codes.
+def _is_finished(facts: Facts, ends: Sequence[RankReport], ranks: int, command: bool) -> bool:
+    """Return whether all ranks have finished, by their RankReports or by their exit codes.
 
     A program under `command:` that was told to stop may have saved, and ended with 0.
     """
     done = {end.rank for end in ends if end.kind == "finished"}
-    if not command or not (facts.asked or facts.word or facts.signalled):
+    if not command or not (facts.stop_reason or facts.slurm_cause or facts.signalled):
         done |= {exited.rank for exited, _ in facts.exits if exited.is_done}
         done -= {end.rank for end in ends if end.kind == "failed"}  # a script that ended before ctx.finish
     return ranks > 0 and done.issuperset(range(ranks))
 
 
 def _death(
-    exited: Exited, node: str, *, facts: Facts, failed: Mapping[int, End], began: Began, traces: Traces
+    exited: RankExited,
+    node: str,
+    *,
+    facts: Facts,
+    failed: Mapping[int, RankReport],
+    began: AttemptBegan,
+    traces: Traces,
 ) -> Verdict:
-    """Return the verdict about the first rank that failed: by an End that lay there already, else by its exit."""
+    """Return the verdict about the first rank that failed: by a RankReport that lay there already, else by its exit."""
     if exited.code == -signal.SIGKILL and exited.rank not in failed:  # no consequence of another rank's error
         return _killed(exited, node, facts, traces)
     reported: Collection[int] = facts.reported or ()
@@ -228,8 +238,8 @@ def _with_devices(verdict: Verdict, facts: Facts) -> Verdict:
     return replace(verdict, error="; ".join(filter(None, [verdict.error, *words])))
 
 
-def _place(exited: Exited, node: str, facts: Facts) -> dict[str, Any]:
-    """Return where a rank died that left no End, and whether ranks of its node alone died so."""
+def _place(exited: RankExited, node: str, facts: Facts) -> dict[str, Any]:
+    """Return where a rank died that left no RankReport, and whether ranks of its node alone died so."""
     elsewhere = [other for other, where in facts.exits if where != node and other.code == exited.code]
     return {
         "rank": exited.rank,
@@ -239,20 +249,20 @@ def _place(exited: Exited, node: str, facts: Facts) -> dict[str, Any]:
     }
 
 
-def _first(ends: Iterable[End], failed: Mapping[int, End], facts: Facts) -> End | None:
-    """Return the End that is the cause of the others, one that is final rather than another."""
+def _first(ends: Iterable[RankReport], failed: Mapping[int, RankReport], facts: Facts) -> RankReport | None:
+    """Return the RankReport that is the cause of the others, one that is final rather than another."""
     pool = {end.rank: end for end in ends}
     pool |= {rank: failed[rank] for end in list(pool.values()) for rank in end.seen if rank in failed}
     order = {exited.rank: number for number, (exited, _) in enumerate(facts.exits)}
 
-    def rank_of_cause(end: End) -> tuple[bool, bool, int, float]:
+    def rank_of_cause(end: RankReport) -> tuple[bool, bool, int, float]:
         is_secondary = any(rank in failed for rank in end.seen)
         return not end.final, is_secondary, order.get(end.rank, len(order)), end.time
 
     return min(pool.values(), key=rank_of_cause, default=None)
 
 
-def _killed(exited: Exited, node: str, facts: Facts, traces: Traces) -> Verdict:
+def _killed(exited: RankExited, node: str, facts: Facts, traces: Traces) -> Verdict:
     where, number = f"rank {exited.rank} on {node}", signal.Signals(-exited.code)
     place = _place(exited, node, facts)
     signature = f"{number.name} of rank {exited.rank}" if number != signal.SIGABRT else None
@@ -266,8 +276,8 @@ def _killed(exited: Exited, node: str, facts: Facts, traces: Traces) -> Verdict:
     return Verdict(cause="killed", error=error, signature=signature, evidence=evidence, **place)
 
 
-def _failed(end: End, failed: Mapping[int, End], began: Began, traces: Traces) -> Verdict:
-    """Return the verdict of the End of the first rank that failed."""
+def _failed(end: RankReport, failed: Mapping[int, RankReport], began: AttemptBegan, traces: Traces) -> Verdict:
+    """Return the verdict of the RankReport of the first rank that failed."""
     cause: Cause = "disk" if end.disk else "out_of_memory" if end.out_of_memory else "crashed"
     peak = end.peak_bytes or traces.peak_bytes
     memory = f" (peak of the {end.out_of_memory}'s memory: {_gib(peak)})" if end.out_of_memory and peak else ""
@@ -292,7 +302,7 @@ def _failed(end: End, failed: Mapping[int, End], began: Began, traces: Traces) -
     )
 
 
-def _is_own(other: End, end: End) -> bool:
+def _is_own(other: RankReport, end: RankReport) -> bool:
     """Return whether an error is a rank's own, and not the connection that `end` has closed, in the same line."""
     return other.error == end.error or end.rank not in other.seen
 

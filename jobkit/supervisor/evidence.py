@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from jobkit.run.records import Ended
+from jobkit.run.records import AttemptEnded
 from jobkit.run.status import Attempt
 from jobkit.supervisor.tries import Tries, end_of
 
@@ -61,13 +61,13 @@ def _speaks_against_node(attempts: Sequence[Attempt], attempt: Attempt) -> bool:
     return ended.evidence is not None or (is_of_node and has_stayed)
 
 
-def _is_alike(ended: Ended, other: Ended) -> bool:
+def _is_alike(ended: AttemptEnded, other: AttemptEnded) -> bool:
     """Return whether two deaths are of one kind, within a day: `SIGFPE of rank 2` may be rank 0's after a rotation."""
     one, two = ((end.signature or "").partition(" of rank ")[0] for end in (ended, other))
     return one != "" and one == two and abs(ended.time - other.time) <= AVOID_SECONDS
 
 
-def follows_rank(ended: Ended, other: Ended) -> bool:
+def follows_rank(ended: AttemptEnded, other: AttemptEnded) -> bool:
     """Return whether a rank died alike on two nodes: neither is to blame, but where both devices say so themselves."""
     is_another = ended.node != other.node and ended.rank == other.rank and ended.nature != "hardware"
     return is_another and _is_alike(ended, other)

@@ -1,4 +1,4 @@
-"""The job for which a process acts (Me), and the right to write that `take_over` gives it (Tenure)."""
+"""The job for which a process acts (ThisJob), and the right to write that `take_over` gives it (HeldLease)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def way_back(job: Job | None) -> Literal["requeue", "successor"]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Me:
+class ThisJob:
     """The job for which a supervisor, or an agent that rescues, acts."""
 
     job_id: str
@@ -48,7 +48,7 @@ class Me:
     job: Job | None = None
     """Slurm's record of the job, as fresh as possible; None for silence, and on this machine."""
 
-    def word(self) -> StopCause | None:
+    def slurm_cause(self) -> StopCause | None:
         """Return Slurm's reason to stop the job, by its record."""
         from jobkit.slurm import jobs
 
@@ -65,12 +65,12 @@ class Me:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tenure:
+class HeldLease:
     """The right to write: this process holds the lease until another one takes the run over."""
 
     run: RunDir
     config: Config
-    me: Me
+    me: ThisJob
     journal: Journal
     adopted: Attempt | None = None
     """An open attempt of this same start of the job, whose agents may live: a supervisor before this one began it."""

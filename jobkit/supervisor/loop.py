@@ -1,7 +1,7 @@
 """The supervisor's loop: agents ready -> begin -> ranks -> close -> in place, or out of the job.
 
-    agents (TCP) --news-----> main thread --Start, Signal--> agents
-    Slurm thread --Look-----> (waits in    --close---------> journal (attempt.py)
+    agents (TCP) --news-----> main thread --StartRanks, Signal--> agents
+    Slurm thread --SchedulerReport-----> (waits in    --close---------> journal (attempt.py)
     disk thread  --Request--> a selector)  --again---------> Allocation
 
 The main thread decides, and asks neither Slurm nor a slow disk while ranks live. An unexpected error ends the process:
@@ -19,15 +19,15 @@ from typing import TypeVar
 from jobkit.disk import FULL_DISK_SECONDS, may_return
 from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE
 from jobkit.log import log
-from jobkit.run.records import Began, Cause, Request
+from jobkit.run.records import AttemptBegan, Cause, Request
 from jobkit.supervisor import attempt as attempts
 from jobkit.supervisor import notify
 from jobkit.supervisor.agents import Agent, Agents, Lost, News
-from jobkit.supervisor.allocation import MARGIN_SECONDS, Allocation, Look, margin_of
+from jobkit.supervisor.allocation import MARGIN_SECONDS, Allocation, SchedulerReport, margin_of
 from jobkit.supervisor.attempt import EXIT_RUN_FAILED
 from jobkit.supervisor.closing import REQUESTS, Unsaved, request_of
-from jobkit.supervisor.lease import Tenure
-from jobkit.supervisor.poller import Background
+from jobkit.supervisor.lease import HeldLease
+from jobkit.supervisor.poller import Poller
 from jobkit.supervisor.retry import Decision
 from jobkit.supervisor.running import Pressure, Running
 from jobkit.supervisor.starter import CannotStart, Starter
@@ -82,7 +82,7 @@ def once_there_is_room(act: Callable[[], T], wait: Callable[[], object]) -> T:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stop:
+class StopReason:
     """A reason to stop the ranks, and by when all has to be over."""
 
     cause: Cause
@@ -100,13 +100,13 @@ class Supervisor:
     Handlers append to `signals`; each signal wakes the main thread.
     """
 
-    def __init__(self, tenure: Tenure, allocation: Allocation, signals: list[int]) -> None:
+    def __init__(self, tenure: HeldLease, allocation: Allocation, signals: list[int]) -> None:
         me = tenure.me
         self.tenure, self.allocation = tenure, allocation
         self.agents = Agents(tenure.run, me.job_id, writer=tenure.writer, host=allocation.host, restart=me.restart)
         self.starter = Starter(tenure, allocation, self.agents)
         self.running: Running | None = None
-        self.look = Look(asked=-math.inf)
+        self.look = SchedulerReport(asked_at=-math.inf)
         """Slurm's newest answer."""
         self._signals = signals
         self._request: Request | None = None
@@ -115,8 +115,8 @@ class Supervisor:
         self._unclear_since = self._signalled_at = -math.inf
         self._started_at = math.inf
         """When the ranks of this attempt were started; infinity between attempts."""
-        self._slurm = Background(allocation.look, self.agents.wake, every=QUIET_SECONDS)
-        self._disk = Background(self._look_at_disk, self.agents.wake, every=DISK_SECONDS)
+        self._slurm = Poller(allocation.poll, self.agents.wake, every=QUIET_SECONDS)
+        self._disk = Poller(self._look_at_disk, self.agents.wake, every=DISK_SECONDS)
 
     def run(self) -> int:
         """Run attempts until nothing is left to run here; return the exit code for job.sh."""
@@ -142,7 +142,7 @@ class Supervisor:
 
     # Begin
 
-    def _adopt(self, began: Began) -> Running:
+    def _adopt(self, began: AttemptBegan) -> Running:
         """Take over the ranks of an attempt that a supervisor before this one began."""
         self.starter.used = began.nodes or self.allocation.nodes()
         places = self.starter.places(self.starter.used)
@@ -276,7 +276,7 @@ class Supervisor:
             self._obey(running)
             self._press(running)
 
-    def _obey(self, running: Running, stop: Stop | None = None) -> None:
+    def _obey(self, running: Running, stop: StopReason | None = None) -> None:
         """Pass the reason to stop on, if there is one: `stop`, else that of now."""
         if (stop := stop or self._reason()) is not None:
             running.ask(stop.cause, stop.words, time.monotonic(), end=stop.end, margin=stop.margin)
@@ -313,11 +313,11 @@ class Supervisor:
                 self.agents.send(agent, Signal(attempt=running.attempt, name=name, unless_saving=spares_saving))
                 agent.pressed = level
 
-    def _reason(self) -> Stop | None:
+    def _reason(self) -> StopReason | None:
         """Return the reason to stop that there is now, if any."""
         now, look = time.monotonic(), self.look
         if self._signals and self.allocation.signals_stop:
-            return Stop(cause="stopped", end=now + MARGIN_SECONDS if len(self._signals) == 1 else now)
+            return StopReason(cause="stopped", end=now + MARGIN_SECONDS if len(self._signals) == 1 else now)
         if self._signals:  # Slurm's SIGTERM to the batch step
             self._signals.clear()
             self._ask_slurm()
@@ -325,17 +325,17 @@ class Supervisor:
         if request is not None and (request.kind == "cancel" or self._is_open(request)):
             grace = MARGIN_SECONDS if request.grace is None else request.grace
             cause = REQUESTS[request.kind]
-            return Stop(cause=cause, words=f"{cause} by {request.user or 'a person'}", end=now + grace)
+            return StopReason(cause=cause, words=f"{cause} by {request.user or 'a person'}", end=now + grace)
         if look.cause in ("preempted", "cancelled", "timeout"):
             # srun kills the agents KillWait after SIGTERM, however long the grace time is; not after SIGUSR2.
             signalled = self.running.signalled if self.running is not None else None
             since = self.running.signalled_at if self.running is not None and signalled is not None else now
             end = look.ends if signalled is not None and signalled.signal == "USR2" else since + look.kill_wait
-            return Stop(cause=look.cause, end=min(end, look.ends), margin=min(end, look.ends) - since)
+            return StopReason(cause=look.cause, end=min(end, look.ends), margin=min(end, look.ends) - since)
         limit = self.allocation.attempt_seconds
         for end, margin in ((look.ends, look.margin), (self._started_at + limit, margin_of(limit))):
             if now >= end - margin:
-                return Stop(cause="timeout", end=end, margin=margin)
+                return StopReason(cause="timeout", end=end, margin=margin)
         return None
 
     def _is_open(self, request: Request) -> bool:
@@ -370,13 +370,17 @@ class Supervisor:
         if running.signalled is not None:
             while self._may_be_ended():
                 self._turn()
-        elif facts.lost_nodes or facts.failed_setup or (facts.asked is not None and facts.asked[0] == "killed"):
+        elif (
+            facts.lost_nodes
+            or facts.failed_setup
+            or (facts.stop_reason is not None and facts.stop_reason[0] == "killed")
+        ):
             # The other node of a setup line comes by Slurm alone, and no rank waits meanwhile.
             self._wait_for_word(self._unclear_since, math.inf if facts.failed_setup else ANSWER_SECONDS)
-            if self.look.asked >= self._unclear_since:  # else silence, which is no answer
+            if self.look.asked_at >= self._unclear_since:  # else silence, which is no answer
                 running.keep_nodes({lost.node for lost in facts.lost_nodes} - self.look.down - self.starter.lost)
         self.starter.lost |= {lost.node for lost in facts.lost_nodes}
-        facts.word = self.look.cause
+        facts.slurm_cause = self.look.cause
         room = self.allocation.room(self.tenure, self.look, self.starter.placement)
         ranks_live = bool(running.alive)
         if not ranks_live:
@@ -399,12 +403,12 @@ class Supervisor:
 
         Srun may kill them yet, KillWait after the signal; a busy controller may not answer a question or two.
         """
-        is_explained = self.look.asked >= self._signalled_at
+        is_explained = self.look.asked_at >= self._signalled_at
         seconds = max(EXPLANATION_SECONDS, self.look.kill_wait + 2.0)
         return not is_explained and time.monotonic() < self._signalled_at + seconds
 
     def _wait_for_word(self, since: float, seconds: float) -> None:
-        while self.look.asked < since and time.monotonic() < since + seconds:
+        while self.look.asked_at < since and time.monotonic() < since + seconds:
             self._turn(since + seconds)
 
     def _leave(self, decision: Decision) -> int:

@@ -24,7 +24,7 @@ from jobkit.supervisor import after, notify
 from jobkit.supervisor.allocation import Allocation
 from jobkit.supervisor.attempt import take_over
 from jobkit.supervisor.diagnosis import FailedSetup, last_words
-from jobkit.supervisor.lease import Me, NotRunnable
+from jobkit.supervisor.lease import NotRunnable, ThisJob
 from jobkit.supervisor.loop import DISK_SECONDS, Supervisor, once_there_is_room
 from jobkit.wire.messages import LOCAL
 
@@ -74,15 +74,15 @@ def _patiently(act: Callable[[], T]) -> T:
     return once_there_is_room(act, lambda: time.sleep(DISK_SECONDS))
 
 
-def _this_job(run: RunDir, scheduler: str) -> Me:
+def _this_job(run: RunDir, scheduler: str) -> ThisJob:
     if scheduler == "slurm":
         from jobkit.supervisor.slurm_allocation import this_job
 
         return this_job(run)
-    return Me(job_id=os.environ["JOBKIT_JOB_ID"], token=os.environ["JOBKIT_TOKEN"])
+    return ThisJob(job_id=os.environ["JOBKIT_JOB_ID"], token=os.environ["JOBKIT_TOKEN"])
 
 
-def _failed_setup(run: RunDir, me: Me) -> FailedSetup | None:
+def _failed_setup(run: RunDir, me: ThisJob) -> FailedSetup | None:
     """Return the setup line that failed in this start of the job, by job.sh's words, with its last lines of output:
     the last one alone may be a hint, as that of `module load`."""
     if "JOBKIT_SETUP_FAILED" not in os.environ:
@@ -95,7 +95,7 @@ def _failed_setup(run: RunDir, me: Me) -> FailedSetup | None:
     return FailedSetup(node=me.node, words=f"{words} (exit code {code})")
 
 
-def _run(run: RunDir, me: Me, scheduler: str, srun_arguments: Sequence[str], signals: list[int]) -> int:
+def _run(run: RunDir, me: ThisJob, scheduler: str, srun_arguments: Sequence[str], signals: list[int]) -> int:
     # Ranks may live, and train on while there is no room for the lease.
     tenure = _patiently(lambda: take_over(run, me))
     failed_setup = _failed_setup(run, me)

@@ -43,7 +43,7 @@ class Placement:
     """On how many of so many nodes the ranks can be started; 0 where they are too few."""
 
     def can_start_again(self, without: Collection[str] = ()) -> bool:
-        """Return whether enough nodes are left to start the ranks on without some of them (Room.in_place)."""
+        """Return whether enough nodes are left to start the ranks on without some of them (RestartOptions.in_place)."""
         usable = set(self.names).difference(self.lost)
         good = usable.difference(self.excluded, without)
         return self.count(len(good)) > 0 or (not without and self.count(len(usable)) > 0)

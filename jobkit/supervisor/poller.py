@@ -13,10 +13,10 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Background(Generic[T]):
+class Poller(Generic[T]):
     """Calls `look` again and again in a thread of its own; `take` returns its answers.
 
-    slurm = Background(allocation.look, agents.wake, every=30.0)
+    slurm = Poller(allocation.poll, agents.wake, every=30.0)
     slurm.poke()                    # look now, once more if it looks already
     for answer in slurm.take(): ...
     """

@@ -23,7 +23,7 @@ from jobkit.run.records import Cancelled, Refused, new_token
 from jobkit.slurm import commands, jobs, nodes
 from jobkit.slurm.jobs import Job
 from jobkit.supervisor.closing import cancel_of
-from jobkit.supervisor.lease import Me
+from jobkit.supervisor.lease import ThisJob
 from jobkit.supervisor.placement import nodes_to_use
 from jobkit.supervisor.retry import Decision
 
@@ -49,7 +49,7 @@ def could_start_without(journal: Journal, config: Config, job: Job | None, witho
 
 
 def start_again(
-    me: Me,
+    me: ThisJob,
     journal: Journal,
     config: Config,
     decision: Decision,
@@ -99,7 +99,7 @@ def start_again(
         time.sleep(PAUSE_SECONDS)
 
 
-def _take_back(me: Me) -> None:
+def _take_back(me: ThisJob) -> None:
     """End a job that is in the queue again, by Slurm itself or by an earlier try: its run is cancelled by now."""
     with contextlib.suppress(SchedulerError):  # then the job ends by itself once it starts
         job = jobs.show(me.job_id)
@@ -114,7 +114,7 @@ def _is_cancelled_since(job_id: str) -> bool:
     return job is not None and jobs.stop_cause(job, jobs.controller_time()) == "cancelled"
 
 
-def _exclude(journal: Journal, me: Me, job: Job | None) -> None:
+def _exclude(journal: Journal, me: ThisJob, job: Job | None) -> None:
     """Keep the job off the nodes that the run has given up: Slurm takes this after the requeue only."""
     given_up = journal.status.excluded_nodes
     if not given_up or job is None:
@@ -153,7 +153,7 @@ def _fewer_nodes(journal: Journal, config: Config, job: Job, lost: Collection[st
 
 
 def _submit_successor(
-    me: Me, journal: Journal, job: Job | None, count: int | None, after: Sequence[str], later: float
+    me: ThisJob, journal: Journal, job: Job | None, count: int | None, after: Sequence[str], later: float
 ) -> None:
     """Queue the run's batch script again, to start when this job has ended, and `later` seconds from now."""
     run, submitted = journal.run, journal.status.submitted

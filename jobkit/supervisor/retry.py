@@ -1,6 +1,6 @@
 """The decision after an attempt: a pure function of the attempts so far, the YAML's limits, and the job's nodes.
 
-    attempts + RetryConfig + Room (nodes, time left) --decide()--> Decision(action, reason, pause, avoid, rotate)
+    attempts + RetryConfig + RestartOptions (nodes, time left) --decide()--> Decision(action, reason, pause, avoid)
 
 `closing.end_attempt` calls it and journals the decision; the supervisor carries it out. Four notions decide:
 
@@ -22,7 +22,7 @@ from typing import Literal
 
 from jobkit.config.schema import UNLIMITED, RetryConfig
 from jobkit.duration import format_seconds
-from jobkit.run.records import Cause, Ended, Next
+from jobkit.run.records import AttemptEnded, Cause, Next
 from jobkit.run.status import Attempt
 from jobkit.supervisor.evidence import AVOID_SECONDS, avoided, follows_rank, is_of_one_node, known, stayed
 from jobkit.supervisor.tries import DEATHS, STAYS, Tries, end_of
@@ -68,7 +68,7 @@ _ADVICE: Mapping[Cause, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
+class RestartOptions:
     """The possibilities of the job after an attempt; the allocation knows it."""
 
     in_place: Callable[[frozenset[str]], bool] = lambda without: False
@@ -106,7 +106,7 @@ class Decision:
     """The nodes that the run avoids from here on, each until a time in seconds since the epoch."""
 
 
-def decide(attempts: Sequence[Attempt], retry: RetryConfig, room: Room, *, command: bool = False) -> Decision:
+def decide(attempts: Sequence[Attempt], retry: RetryConfig, room: RestartOptions, *, command: bool = False) -> Decision:
     """Return what follows the last of a run's attempts, which has ended.
 
     Counts and clock begin with a submission of a person's. `command` is True for a YAML's `command:`, which reports no
@@ -153,7 +153,7 @@ def decide(attempts: Sequence[Attempt], retry: RetryConfig, room: Room, *, comma
     )
 
 
-def _after_failed_setup(tries: Tries, what: str, before: dict[str, float], room: Room) -> Decision:
+def _after_failed_setup(tries: Tries, what: str, before: dict[str, float], room: RestartOptions) -> Decision:
     """Return what follows a setup line that failed: one try on another node, where there is one."""
     last, lines = end_of(tries.last), [attempt for attempt in tries.fruitless if end_of(attempt).cause == "setup"]
     if room.requeue == "none" or last.node is None or len(lines) > 1 or not room.elsewhere(frozenset([last.node])):
@@ -162,7 +162,9 @@ def _after_failed_setup(tries: Tries, what: str, before: dict[str, float], room:
     return Decision(action=room.requeue, reason=f"{what}; one more try without {last.node}", avoid=avoid)
 
 
-def _place(room: Room, avoid: dict[str, float], before: dict[str, float], stays: bool) -> tuple[bool, dict[str, float]]:
+def _place(
+    room: RestartOptions, avoid: dict[str, float], before: dict[str, float], stays: bool
+) -> tuple[bool, dict[str, float]]:
     """Return whether the next attempt is in this job, and the nodes to avoid: no new ones if too few would be left."""
     if stays and room.in_place(frozenset(avoid)):
         return True, avoid
@@ -187,7 +189,7 @@ def _scale(retry: RetryConfig) -> float:
     return min(1.0, retry.patience_seconds / PATIENCE_SECONDS)
 
 
-def _is_durable(last: Ended) -> bool:
+def _is_durable(last: AttemptEnded) -> bool:
     return max(last.first_step or 0, last.snapshot_step or 0) <= (last.durable_step or 0)
 
 
@@ -221,7 +223,7 @@ def _reason_to_fail(tries: Tries, retry: RetryConfig) -> str | None:
     return None
 
 
-def _fails_at_start(ended: Ended) -> bool:
+def _fails_at_start(ended: AttemptEnded) -> bool:
     """Return whether an end is an error of all nodes that time or another node will hardly mend."""
     return ended.everywhere and ended.cause != "node_failure" and ended.nature not in ("outside", "hardware")
 
@@ -245,7 +247,7 @@ def _alike(tries: Tries) -> list[Attempt]:
     return [attempt for attempt, ended in ends if (ended.signature, ended.step) == (last.signature, last.step)]
 
 
-def _did_steps(ended: Ended) -> bool:
+def _did_steps(ended: AttemptEnded) -> bool:
     return ended.step is not None and ended.first_step is not None and ended.step > ended.first_step
 
 

@@ -18,10 +18,10 @@ from jobkit.run.records import Cause
 from jobkit.supervisor.agents import Agent, Lost, News
 from jobkit.supervisor.allocation import MARGIN_SECONDS, LaunchFailure
 from jobkit.supervisor.diagnosis import OF_A_STOP, Facts, FailedSetup, LostNode
-from jobkit.wire.messages import Exited, Hello, NotStarted, Signalled, Silent
+from jobkit.wire.messages import Hello, NotStarted, RankExited, Signalled, Silent
 
 REPORT_SECONDS = 3.0
-"""How long the other ranks live on after one that exited without a word: an End of theirs may be the first."""
+"""How long the other ranks live on after one that exited without a word: a RankReport of theirs may be the first."""
 
 STACKS_SECONDS = 2.0
 """How long hanging ranks get to write their stacks; faulthandler takes milliseconds where the disk takes them."""
@@ -46,7 +46,7 @@ class Running:
     """One attempt while its ranks live.
 
     running = Running(3, {0: "node1", 1: "node2"}, ends=lambda: frozenset())
-    running.note(agent, Exited(rank=0, code=-9, ...), now=10.0)
+    running.note(agent, RankExited(rank=0, code=-9, ...), now=10.0)
     running.pressure(10.0)      # Pressure.KILL: rank 1 would wait for rank 0 for ever
     """
 
@@ -59,7 +59,7 @@ class Running:
         self.signalled: Signalled | None = None
         self.signalled_at = -math.inf
         self._ends = ends
-        """Returns the ranks whose End lies on the disk."""
+        """Returns the ranks whose RankReport lies on the disk."""
         self._arrived: list[float] = []
         """When each of `facts.exits` arrived."""
         self._from: dict[Pressure, float] = {}
@@ -77,7 +77,7 @@ class Running:
 
         The decision and the requeue need an eighth of the margin. Ranks that do not save by half of it never will.
         """
-        self.facts.asked = self.facts.asked or (cause, words)
+        self.facts.stop_reason = self.facts.stop_reason or (cause, words)
         self._begin(Pressure.STOP, now)
         if margin:
             self._begin(Pressure.KILL_IDLE, max(now, end - margin / 2))
@@ -91,13 +91,13 @@ class Running:
     def note(self, agent: Agent, news: News, now: float) -> None:
         """Take in an agent's message, or its loss."""
         match news:
-            case Exited() if news.attempt == self.attempt and news.rank in self.alive:
+            case RankExited() if news.attempt == self.attempt and news.rank in self.alive:
                 self._exited(agent, news, now)
             case Signalled() if self.signalled is None:
                 self.signalled, self.signalled_at, self.facts.signalled = news, now, True
             case Silent() if news.attempt == self.attempt and self.pressure(now) is Pressure.NONE:
                 where = f"in step {news.step}" if news.in_step else "outside a step"
-                self.facts.asked = ("hang", f"rank {news.rank}: no sign of life for {news.seconds:.0f} s {where}")
+                self.facts.stop_reason = ("hang", f"rank {news.rank}: no sign of life for {news.seconds:.0f} s {where}")
                 self.facts.silent = (news, self.alive.get(news.rank, agent.node))
                 self._begin(Pressure.STACKS, now)
                 self._kill(now + STACKS_SECONDS)
@@ -126,9 +126,9 @@ class Running:
         kept = [lost.node for lost in self.facts.lost_nodes if lost.node in alive]
         self.facts.lost_nodes = [lost for lost in self.facts.lost_nodes if lost.node not in alive]
         if kept and not self.facts.lost_nodes:
-            self.facts.asked = self.facts.asked or ("killed", f"the agent on {', '.join(kept)} was killed")
+            self.facts.stop_reason = self.facts.stop_reason or ("killed", f"the agent on {', '.join(kept)} was killed")
 
-    def _exited(self, agent: Agent, exited: Exited, now: float) -> None:
+    def _exited(self, agent: Agent, exited: RankExited, now: float) -> None:
         node = self.alive.pop(exited.rank)
         self.facts.exits.append((exited, node))
         self._arrived.append(now)
@@ -150,7 +150,7 @@ class Running:
     def _lost(self, agent: Agent, lost: Lost) -> None:
         self._drop(agent.node)
         if lost.why == "step":
-            self.facts.asked = self.facts.asked or ("killed", "the agents of all nodes were killed at once")
+            self.facts.stop_reason = self.facts.stop_reason or ("killed", "the agents of all nodes were killed at once")
         elif lost.why == "gone":
             at = sum(arrived <= agent.closed_at for arrived in self._arrived)
             self.facts.lost_nodes.append(LostNode(node=agent.node, why="the connection to its agent is lost", at=at))

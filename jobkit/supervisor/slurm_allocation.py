@@ -1,7 +1,7 @@
 """A Slurm job as an allocation: its nodes, the srun that starts their agents, Slurm's word, and the way back.
 
 start_agents --> one srun for all nodes --(it ends too early)--> one srun a node: its exit code names the bad node
-look         --> scontrol show job, slurmd of lost nodes --> Look
+look         --> scontrol show job, slurmd of lost nodes --> SchedulerReport
 """
 
 from __future__ import annotations
@@ -23,11 +23,18 @@ from jobkit.run.files import is_there
 from jobkit.run.rundir import RunDir
 from jobkit.slurm import commands, jobs, nodes
 from jobkit.supervisor import container, requeue
-from jobkit.supervisor.allocation import KILLED_SECONDS, MOST_TRIES, Allocation, LaunchFailure, Look, margin_of
+from jobkit.supervisor.allocation import (
+    KILLED_SECONDS,
+    MOST_TRIES,
+    Allocation,
+    LaunchFailure,
+    SchedulerReport,
+    margin_of,
+)
 from jobkit.supervisor.diagnosis import last_words
-from jobkit.supervisor.lease import Me, NotRunnable, Tenure, way_back
+from jobkit.supervisor.lease import HeldLease, NotRunnable, ThisJob, way_back
 from jobkit.supervisor.placement import Placement
-from jobkit.supervisor.retry import Decision, Room
+from jobkit.supervisor.retry import Decision, RestartOptions
 
 NO_CODE = -1
 """Stands for srun's exit code where a node fails without one. Alone it is to blame then, also in a job of one node."""
@@ -43,7 +50,7 @@ PER_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK")
 
 
 @dataclass(eq=False)
-class Step:
+class SrunStep:
     """An srun, and the nodes that have an agent of it, or will have."""
 
     srun: subprocess.Popen[bytes]
@@ -69,12 +76,12 @@ class SlurmAllocation(Allocation):
     host = ""
     signals_stop = False
 
-    def __init__(self, run: RunDir, me: Me, config: Config, srun_arguments: Sequence[str] = ()) -> None:
+    def __init__(self, run: RunDir, me: ThisJob, config: Config, srun_arguments: Sequence[str] = ()) -> None:
         super().__init__(run, container=config.container)
         self.me, self.resources = me, config.resources
         self.srun_arguments = srun_arguments
         self._names = nodes.expand(os.environ["SLURM_JOB_NODELIST"])
-        self._steps: list[Step] = []
+        self._steps: list[SrunStep] = []
         self._tries: dict[str, int] = {}
         """How often agents were started on nodes that are wanted, until all of them are ready."""
         self._failed: dict[str, tuple[int, str]] = {}
@@ -113,7 +120,7 @@ class SlurmAllocation(Allocation):
             )
         self._suspects = {name: why for name, why in self._suspects.items() if name not in nodes}
         self._tries.update({node: self._tries.get(node, 0) + 1 for node in nodes})
-        self._steps.append(Step(srun, list(nodes), attempt, log, begin, time.monotonic(), is_single))
+        self._steps.append(SrunStep(srun, list(nodes), attempt, log, begin, time.monotonic(), is_single))
 
     def _command(self, nodes: Sequence[str], log: Path) -> list[str]:
         # SIGTERM is ignored until Python takes it: during the imports it would kill. exec keeps that.
@@ -150,7 +157,7 @@ class SlurmAllocation(Allocation):
             except subprocess.TimeoutExpired:
                 return  # the attempt is worth more
 
-    def launch_failure(self, missing: Collection[str], look: Look) -> LaunchFailure | None:
+    def launch_failure(self, missing: Collection[str], look: SchedulerReport) -> LaunchFailure | None:
         now = time.monotonic()
         for step in list(self._steps):
             late = [node for node in step.nodes if node in missing and node not in self._failed]
@@ -161,7 +168,7 @@ class SlurmAllocation(Allocation):
             if not late or step.srun.poll() is None:
                 continue
             step.ended = min(step.ended, now)
-            if look.asked < step.ended:
+            if look.asked_at < step.ended:
                 continue  # srun cannot start anything without a controller, which is no node's fault
             is_clear = len(step.nodes) == 1 and step.srun.returncode == container.EXIT_UNFIT
             self._forget(late)
@@ -233,7 +240,7 @@ class SlurmAllocation(Allocation):
 
     # Slurm
 
-    def look(self) -> Look | None:
+    def poll(self) -> SchedulerReport | None:
         asked = time.monotonic()
         try:
             job = jobs.show(self.me.job_id, QUICK_SECONDS)
@@ -246,11 +253,11 @@ class SlurmAllocation(Allocation):
             log.warning("%s", error)
             return None
         if job is None:
-            return Look(asked=asked, kill_wait=kill_wait, down=frozenset(down))
+            return SchedulerReport(asked_at=asked, kill_wait=kill_wait, down=frozenset(down))
         seconds = jobs.time_left(job, now) if job.runs else None  # its end is past, and processes have KillWait
         limit = math.inf if seconds is None or job.start is None or job.end is None else job.end - job.start
-        return Look(
-            asked=asked,
+        return SchedulerReport(
+            asked_at=asked,
             job=job,
             cause=jobs.stop_cause(job, now, restarts=self.me.restart),
             runs=job.runs and not job.is_requeued(now, self.me.restart),
@@ -260,20 +267,20 @@ class SlurmAllocation(Allocation):
             down=frozenset(down),
         )
 
-    def room(self, tenure: Tenure, look: Look, placement: Placement) -> Room:
+    def room(self, tenure: HeldLease, look: SchedulerReport, placement: Placement) -> RestartOptions:
         has_time = look.ends - time.monotonic() > 1.5 * look.margin  # else it would be stopped before it has done much
-        return Room(
+        return RestartOptions(
             in_place=lambda without: look.runs and has_time and placement.can_start_again(without),
             requeue=way_back(look.job),
             spares=max(0, len(placement.usable) - self.resources.nodes),
             elsewhere=lambda without: requeue.could_start_without(tenure.journal, tenure.config, look.job, without),
         )
 
-    def again(self, tenure: Tenure, decision: Decision, lost: Collection[str]) -> None:
+    def again(self, tenure: HeldLease, decision: Decision, lost: Collection[str]) -> None:
         requeue.start_again(tenure.me, tenure.journal, tenure.config, decision, lost)
 
 
-def this_job(run: RunDir) -> Me:
+def this_job(run: RunDir) -> ThisJob:
     """Return the job that this process is in. Raises NotRunnable where it is no job of a submission of jobkit's."""
     job_id = jobs.current_job(os.environ)
     assert job_id is not None, "not in a Slurm job"
@@ -285,7 +292,7 @@ def this_job(run: RunDir) -> Me:
             token = next((word for word in words if word.startswith("jobkit:")), None)
             if token is None:
                 raise NotRunnable(f"the comment of job {job_id} holds no token of jobkit's: does a plugin change it?")
-            return Me(job_id=job_id, token=token, restart=restart, node=node, job=job)
+            return ThisJob(job_id=job_id, token=token, restart=restart, node=node, job=job)
         except SchedulerMissing as error:
             # job.sh starts another supervisor, three in all, and then leaves the node.
             raise NotRunnable(str(error), EXIT_FAILED) from None
@@ -293,5 +300,7 @@ def this_job(run: RunDir) -> Me:
             log.warning("%s", error)
             lease = run.lease()
             if lease is not None and (lease.job_id, lease.restart) == (job_id, restart):
-                return Me(job_id=job_id, token=lease.token, restart=restart, node=node)  # a supervisor was here before
+                return ThisJob(
+                    job_id=job_id, token=lease.token, restart=restart, node=node
+                )  # a supervisor was here before
         time.sleep(2.0)

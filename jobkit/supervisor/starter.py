@@ -1,6 +1,6 @@
 """Which nodes have the next attempt, how their agents become ready, and what each agent is told to start.
 
-Placement (names) --> allocation.start_agents --> Hello, Ready --> Start(ranks of the node)
+Placement (names) --> allocation.start_agents --> Hello, Ready --> StartRanks(ranks of the node)
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from functools import partial
 
 from jobkit.log import log
 from jobkit.supervisor.agents import Agents
-from jobkit.supervisor.allocation import Allocation, LaunchFailure, Look
+from jobkit.supervisor.allocation import Allocation, LaunchFailure, SchedulerReport
 from jobkit.supervisor.diagnosis import FailedSetup, LostNode
-from jobkit.supervisor.lease import Tenure
+from jobkit.supervisor.lease import HeldLease
 from jobkit.supervisor.placement import Placement, nodes_to_use
 from jobkit.supervisor.tries import end_of, ran_until_stopped
-from jobkit.wire.messages import LOCAL, RankPlace, Start
+from jobkit.wire.messages import LOCAL, RankPlace, StartRanks
 
 READY_SECONDS = 1200.0
 """How long an agent that is not ready may say nothing. An import may take 15 min (agent/preload.py): then the agent
@@ -40,7 +40,7 @@ class Starter:
     for node, message in starter.messages(3, nodes, math.inf).items(): agents.send(agents.by_node[node], message)
     """
 
-    def __init__(self, tenure: Tenure, allocation: Allocation, agents: Agents) -> None:
+    def __init__(self, tenure: HeldLease, allocation: Allocation, agents: Agents) -> None:
         self.tenure, self.allocation, self.agents = tenure, allocation, agents
         self.names = allocation.nodes()
         self.used: list[str] = []
@@ -67,7 +67,7 @@ class Starter:
     def misses_agents(self) -> bool:
         return any(node not in self.agents.by_node for node in self.used)
 
-    def ready(self, look: Look) -> list[str]:
+    def ready(self, look: SchedulerReport) -> list[str]:
         """Return the nodes for the next attempt once all their agents are ready, else an empty list.
 
         Starts the agents that are missing. Raises CannotStart.
@@ -143,13 +143,13 @@ class Starter:
             places.setdefault(LOCAL if is_local else nodes[place.node], []).append(place)
         return places
 
-    def messages(self, number: int, nodes: Sequence[str], ends: float) -> dict[str, Start]:
-        """Return the Start message for the agent of each node; attempt `number` has time until `ends`."""
+    def messages(self, number: int, nodes: Sequence[str], ends: float) -> dict[str, StartRanks]:
+        """Return the StartRanks message for the agent of each node; attempt `number` has time until `ends`."""
         places = self.places(nodes)
         first = self.agents.by_node.get(nodes[0])
         count = len({place.node for ours in places.values() for place in ours})
         return {
-            node: Start(
+            node: StartRanks(
                 attempt=number,
                 ranks=ours,
                 world_size=sum(map(len, places.values())),

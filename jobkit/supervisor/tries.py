@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
 
-from jobkit.run.records import Cause, Ended
+from jobkit.run.records import AttemptEnded, Cause
 from jobkit.run.status import Attempt
 
 DEATHS: frozenset[Cause] = frozenset({"node_failure", "crashed", "killed", "out_of_memory", "hang"})
@@ -21,7 +21,7 @@ LIFE_SECONDS = 300.0
 """How much of an attempt's training counts as waiting: an attempt that trained for days has not waited that long."""
 
 
-def end_of(attempt: Attempt) -> Ended:
+def end_of(attempt: Attempt) -> AttemptEnded:
     assert attempt.ended is not None, f"attempt {attempt.number} has not ended"
     return attempt.ended
 

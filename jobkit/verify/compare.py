@@ -28,7 +28,7 @@ TIMES = "perf/"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class TraceLine:
     """One rank's record of a boundary."""
 
     rank: int
@@ -59,7 +59,7 @@ class Place:
 
 ORDER = {"restored": 0, "boundary": 1, "evaluated": 2, "end": 3}
 
-Trace = Mapping[int, Sequence[Place]]
+Trace = Mapping[int, Sequence[TraceLine]]
 """The places of each rank, in the order of their writing, attempt by attempt."""
 
 
@@ -72,15 +72,15 @@ class Difference:
     """The value or the entry that differs."""
     first: Any
     second: Any
-    place: Place
+    place: TraceLine
     """Of the second run."""
-    reference: Place
+    reference: TraceLine
     """Of the first run."""
 
 
 def read_trace(run: RunDir) -> Trace:
     """Return a run's trace. A last line that is not whole, of a killed rank, is left out."""
-    trace: dict[int, list[Place]] = {}
+    trace: dict[int, list[TraceLine]] = {}
     for folder in sorted(run.trace_folder.iterdir(), key=lambda folder: int(folder.name)):
         for file in folder.glob("*.jsonl"):
             rank, lines = int(file.stem), file.read_text("utf-8").split("\n")[:-1]
@@ -88,10 +88,10 @@ def read_trace(run: RunDir) -> Trace:
     return trace
 
 
-def _place(line: dict[str, Any], rank: int, attempt: int) -> Place:
+def _place(line: dict[str, Any], rank: int, attempt: int) -> TraceLine:
     names = ("step", "event", "epoch", "samples", "state", "trained", "divides_by_three", "result", "files", "left_out")
     values = {name: bits for name, bits in line["values"].items() if not name.startswith(TIMES)}
-    return Place(
+    return TraceLine(
         rank=rank,
         attempt=attempt,
         values=values,
@@ -143,7 +143,7 @@ def first_difference(first: Trace, second: Trace, excused: Excused = Excused()) 
     )
 
 
-def _of_rank(first: Sequence[Place], second: Sequence[Place], excused: Excused) -> Iterator[Difference]:
+def _of_rank(first: Sequence[TraceLine], second: Sequence[TraceLine], excused: Excused) -> Iterator[Difference]:
     for reference, place in pairs(first, second):
         for kind, name, values in _compare(reference, place, excused):
             yield Difference(
@@ -152,7 +152,7 @@ def _of_rank(first: Sequence[Place], second: Sequence[Place], excused: Excused) 
             return
 
 
-def pairs(first: Sequence[Place], second: Sequence[Place]) -> Iterator[tuple[Place, Place]]:
+def pairs(first: Sequence[TraceLine], second: Sequence[TraceLine]) -> Iterator[tuple[TraceLine, TraceLine]]:
     """Yield each place of a rank's second run with that of its first run, in the order of the second."""
     expected = {_key(place): place for place in first}
     for place in second:
@@ -163,12 +163,12 @@ def pairs(first: Sequence[Place], second: Sequence[Place]) -> Iterator[tuple[Pla
             yield reference, place
 
 
-def _key(place: Place) -> tuple[int | None, str]:
+def _key(place: TraceLine) -> tuple[int | None, str]:
     """Return the key by which places of two runs are compared. A run has one end, at any step."""
     return (None if place.event == "end" else place.step), place.event
 
 
-def _compare(first: Place, second: Place, excused: Excused) -> Iterator[tuple[Kind, str, tuple[Any, Any]]]:
+def _compare(first: TraceLine, second: TraceLine, excused: Excused) -> Iterator[tuple[Kind, str, tuple[Any, Any]]]:
     if first.step != second.step and second.event == "end":
         yield "end", "", (first.step, second.step)
     if second.event != "restored":
@@ -197,7 +197,7 @@ def _number(bits: str | None) -> float | None:
     return None if bits is None else struct.unpack("<d", bytes.fromhex(bits))[0]
 
 
-def _results(place: Place) -> dict[str, str]:
+def _results(place: TraceLine) -> dict[str, str]:
     """Return the training function's result, by name; as text, because a NaN is not equal to itself."""
     if not isinstance(place.result, dict):
         return {"": json.dumps(place.result)}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jobkit.run.records import About, Seen
-from jobkit.verify.compare import ORDER, Difference, Place, Trace, pairs
+from jobkit.verify.compare import ORDER, Difference, Trace, TraceLine, pairs
 from jobkit.verify.source import Use, assigned, changed_by_methods, is_of_a_for, uses
 
 MOST_NAMED = 4
@@ -93,7 +93,10 @@ def _of_ranks(first: Trace, name: str) -> bool | None:
 
 
 def _of_rank(
-    places: Sequence[Place], both: Sequence[tuple[Place, Place]], own: Collection[str], at: Difference | None
+    places: Sequence[TraceLine],
+    both: Sequence[tuple[TraceLine, TraceLine]],
+    own: Collection[str],
+    at: Difference | None,
 ) -> Iterator[Forgotten]:
     """Yield each name that differs at boundaries of a straight and an interrupted run, the last boundary first."""
     about = {name: each for place in places for name, each in place.about.items()}
@@ -151,7 +154,7 @@ def _one_of(group: Sequence[Forgotten]) -> Forgotten:
     return replace(head, names=list(dict.fromkeys([*(item.about.name for item in named), *members])))
 
 
-def _members(places: Sequence[Place], own: Collection[str], about: Mapping[str, About]) -> dict[str, list[str]]:
+def _members(places: Sequence[TraceLine], own: Collection[str], about: Mapping[str, About]) -> dict[str, list[str]]:
     """Return the attributes of each owner that its methods change, perhaps later than in these steps: those that are
     there when the loop begins, for they are declared before it."""
     found: dict[str, list[str]] = {}
@@ -183,7 +186,7 @@ def _unlikely(item: Forgotten, at: Difference | None) -> tuple[bool, ...]:
     return not is_it, wanted.get(at.kind, "value") not in found, item.is_unlikely, not found
 
 
-def _changing(first: Sequence[Place], second: Sequence[Place]) -> set[str]:
+def _changing(first: Sequence[TraceLine], second: Sequence[TraceLine]) -> set[str]:
     """Return the names of what differs between two runs that nothing interrupted."""
     return {
         name
@@ -193,12 +196,14 @@ def _changing(first: Sequence[Place], second: Sequence[Place]) -> set[str]:
     }
 
 
-def _after_restarts(first: Sequence[Place], second: Sequence[Place]) -> list[tuple[Place, Place]]:
+def _after_restarts(first: Sequence[TraceLine], second: Sequence[TraceLine]) -> list[tuple[TraceLine, TraceLine]]:
     """Return the boundaries that an interrupted run has after its restarts, with those of the straight run."""
     return [pair for pair in pairs(first, second) if pair[1].attempt > 1 and pair[1].event == "boundary"]
 
 
-def _before(first: Sequence[Place], second: Sequence[Place], at: Difference) -> list[tuple[Place, Place]]:
+def _before(
+    first: Sequence[TraceLine], second: Sequence[TraceLine], at: Difference
+) -> list[tuple[TraceLine, TraceLine]]:
     """Return a rank's boundary before a difference, in the same attempt: what differs there may be its cause."""
     earlier = [place for place in second if place.attempt == at.place.attempt and _comes_before(place, at.place)]
     both = [pair for pair in pairs(first, earlier) if pair[1].seen][-1:]
@@ -209,11 +214,11 @@ def _before(first: Sequence[Place], second: Sequence[Place], at: Difference) -> 
     return [(one, replace(other, seen={**more, **other.seen})) for (one, other), more in zip(both, unset, strict=True)]
 
 
-def _comes_before(place: Place, other: Place) -> bool:
+def _comes_before(place: TraceLine, other: TraceLine) -> bool:
     return place.step < other.step or (place.step == other.step and ORDER[place.event] < ORDER[other.event])
 
 
-def _recovered(both: Sequence[tuple[Place, Place]]) -> set[str]:
+def _recovered(both: Sequence[tuple[TraceLine, TraceLine]]) -> set[str]:
     """Return the names of what differed after a restart and was then equal again: it is made anew from other things, as
     the sums of an evaluation."""
     found, differed = set(), set[tuple[int, str]]()
@@ -226,14 +231,14 @@ def _recovered(both: Sequence[tuple[Place, Place]]) -> set[str]:
     return found
 
 
-def _lost(places: Sequence[Place], one: Place, other: Place) -> Iterator[str]:
+def _lost(places: Sequence[TraceLine], one: TraceLine, other: TraceLine) -> Iterator[str]:
     """Yield the names of what the training has changed, and what differs between two runs at a boundary."""
     for name in one.seen:
         if name in other.seen and one.seen[name].digest != other.seen[name].digest and _has_changed(places, one, name):
             yield name
 
 
-def _has_changed(places: Sequence[Place], until: Place, name: str) -> bool:
+def _has_changed(places: Sequence[TraceLine], until: TraceLine, name: str) -> bool:
     before = [place.seen[name] for place in places if place.step < until.step and name in place.seen]
     return any(seen.digest != until.seen[name].digest for seen in before) or until.event == "restored"
 

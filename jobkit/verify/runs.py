@@ -28,7 +28,7 @@ from jobkit.run.rundir import FRAMEWORK, RunDir
 from jobkit.run.view import view
 from jobkit.slurm import jobs
 from jobkit.submission import transaction
-from jobkit.submission.follow import Stop
+from jobkit.submission.follow import LocalStopper
 from jobkit.submission.plan import LaunchPlan, Target, make_plan
 from jobkit.submission.signals import Signals
 from jobkit.verify import compare
@@ -232,7 +232,7 @@ class Verification:
                     time.sleep(POLL_SECONDS if outcome.process is not None else 10 * POLL_SECONDS)
             except KeyboardInterrupt:
                 if outcome.process is not None:
-                    Stop(run, outcome.process, Display(run.name)).ask(read_status(run), kills=True)
+                    LocalStopper(run, outcome.process, Display(run.name)).ask(read_status(run), kills=True)
                 elif outcome.job_id is not None:
                     jobs.cancel(outcome.job_id)
                 self.say("interrupted: nothing is proven")

@@ -5,8 +5,8 @@
       Welcome ---->
                <--- NotReady(why)               before each import; each second while it looks for free devices
                <--- Ready(port)                 imports are done, or the last ranks and all they started are gone
-      Start(attempt, ranks) ---->               forks the ranks
-               <--- Exited(rank, code), Signalled(signal), Silent(rank)
+      StartRanks(attempt, ranks) ---->               forks the ranks
+               <--- RankExited(rank, code), Signalled(signal), Silent(rank)
       Ack(serial) ---->                         a message without Ack is said again after a new Hello
       Signal(name, ranks) ---->
       Leave ---->                               ends the agent
@@ -80,7 +80,7 @@ class NotReady:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exited:
+class RankExited:
     """A rank ended."""
 
     serial: int
@@ -123,7 +123,7 @@ class Signalled:
 
 @dataclass(frozen=True, kw_only=True)
 class Silent:
-    """A rank gave no sign of life for longer than Start allowed; said again as long as that lasts."""
+    """A rank gave no sign of life for longer than StartRanks allowed; said again as long as that lasts."""
 
     attempt: int
     rank: int
@@ -150,7 +150,7 @@ class Welcome:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class StartRanks:
     """Fork the ranks of an attempt."""
 
     attempt: int
@@ -186,17 +186,43 @@ class Leave:
     """End: kill the ranks that are left, and exit."""
 
 
-Message = Hello | NotReady | Ready | Exited | Signalled | Silent | NotStarted | Welcome | Start | Ack | Signal | Leave
+Message = (
+    Hello
+    | NotReady
+    | Ready
+    | RankExited
+    | Signalled
+    | Silent
+    | NotStarted
+    | Welcome
+    | StartRanks
+    | Ack
+    | Signal
+    | Leave
+)
 
 KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (Hello, NotReady, Ready, Exited, Signalled, Silent, NotStarted, Welcome, Start, Ack, Signal, Leave)
+    "Hello": Hello,
+    "NotReady": NotReady,
+    "Ready": Ready,
+    "Exited": RankExited,
+    "Signalled": Signalled,
+    "Silent": Silent,
+    "NotStarted": NotStarted,
+    "Welcome": Welcome,
+    "Start": StartRanks,
+    "Ack": Ack,
+    "Signal": Signal,
+    "Leave": Leave,
 }
+"""The names in the lines: they stay, for an agent may be older than the supervisor that it meets again."""
+
+_NAMES = {kind: name for name, kind in KINDS.items()}
 
 
 def encode(message: Message) -> bytes:
     """Return a message as one line."""
-    return json.dumps({"kind": type(message).__name__, **dataclasses.asdict(message)}).encode() + b"\n"
+    return json.dumps({"kind": _NAMES[type(message)], **dataclasses.asdict(message)}).encode() + b"\n"
 
 
 def decode(line: bytes) -> Message:
@@ -204,7 +230,7 @@ def decode(line: bytes) -> Message:
     try:
         value: Mapping[str, Any] = json.loads(line)
         message: Message = records.of(KINDS[value["kind"]], value)
-        if isinstance(message, Start):
+        if isinstance(message, StartRanks):
             places = [records.of(RankPlace, place) for place in value["ranks"]]
             message = dataclasses.replace(message, ranks=places)
         return message

@@ -23,7 +23,7 @@ from jobkit.addresses import interface_towards
 from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, InputError
 from jobkit.loop.rank import Rank
 from jobkit.run import records
-from jobkit.run.records import End
+from jobkit.run.records import RankReport
 from jobkit.wire.pages import Phase
 from jobkit.wire.signals import STOP_SIGNALS
 from jobkit.worker import snapshot_path
@@ -31,7 +31,7 @@ from jobkit.worker.forked import die_with_parent
 from jobkit.worker.rendezvous import Reservation
 
 if TYPE_CHECKING:
-    from jobkit.worker.foreign_attempt import Launched
+    from jobkit.worker.foreign_attempt import ForeignAttempt
 
 POLL_SECONDS = 0.1
 """Between two looks at a program that runs as a child."""
@@ -62,7 +62,7 @@ def become_command(rank: Rank) -> NoReturn:
     os.execve(program, [program, *words[1:]], environment)  # a Python knows its environment by the path of argv[0]
 
 
-def run_command(begun: Launched) -> int:
+def run_command(begun: ForeignAttempt) -> int:
     """Run the program of `command:` under a launcher that is not jobkit's, and return its exit code.
 
     Its process group needs a port of its own: this process and its launcher listen at MASTER_PORT.
@@ -92,11 +92,13 @@ def run_command(begun: Launched) -> int:
         time.sleep(POLL_SECONDS)
     if code == EXIT_FINISHED:  # a program without jobkit.init has finished once it has on all ranks
         ranks.barrier()
-    end = records.read(End, rank.run.end_file(rank.attempt, rank.rank))
+    end = records.read(RankReport, rank.run.end_file(rank.attempt, rank.rank))
     if end is None:
         kinds: dict[int, Any] = {EXIT_FINISHED: "finished", EXIT_RESUMABLE: "stopped"}
         facts: dict[str, Any] = {"rank": rank.rank, "attempt": rank.attempt, "time": time.time()}
-        end = End(kind=kinds.get(code, "failed"), error=f"the program ended with {code}" if code else None, **facts)
+        end = RankReport(
+            kind=kinds.get(code, "failed"), error=f"the program ended with {code}" if code else None, **facts
+        )
     begun.close(end, code)
     return code
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 def take_share(local_rank: int, local_world_size: int) -> None:
     """Bind this process to its share of the CPUs, if somebody (as Slurm) has bound the agent to some of them."""
-    share = share_of(os.sched_getaffinity(0), os.cpu_count() or 1, local_rank, local_world_size, place_of)
+    share = cpu_set(os.sched_getaffinity(0), os.cpu_count() or 1, local_rank, local_world_size, place_of)
     if share:
         os.sched_setaffinity(0, share)
 
 
-def share_of(
+def cpu_set(
     allowed: Collection[int], machine: int, local_rank: int, local_world_size: int, place: Callable[[int], object]
 ) -> list[int]:
     """The CPUs of one of the ranks that divide `allowed`; none if nobody has bound the process, or if they are too few.

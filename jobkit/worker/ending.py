@@ -1,9 +1,9 @@
-"""How a rank ended: one recorder for all ways to run, which writes the rank's End as its last act.
+"""How a rank ended: one recorder for all ways to run, which writes the rank's RankReport as its last act.
 
     program() --result or exception--> end_of() --> ends/<attempt>/<rank>.json + exit code --> supervisor
 
-A rank that is killed leaves no End, nor does a program that took the rank's place (`command:`): there the exit code of
-the process says it.
+A rank that is killed leaves no RankReport, nor does a program that took the rank's place (`command:`): there the exit
+code of the process says it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from jobkit.log import log
 from jobkit.loop.rank import Rank
 from jobkit.run import records
 from jobkit.run.files import as_plain, is_there
-from jobkit.run.records import End
+from jobkit.run.records import RankReport
 from jobkit.weather import chain_of, nature_of, place_of
 from jobkit.wire.pages import Phase
 
@@ -42,12 +42,12 @@ MAX_TRACEBACK = 8000
 
 
 def run_recorded(rank: Rank, program: Callable[[], Any]) -> int:
-    """Run a rank's program, write its End, print its error, and return its exit code."""
+    """Run a rank's program, write its RankReport, print its error, and return its exit code."""
     return recorded(rank, program)[0]
 
 
-def recorded(rank: Rank, program: Callable[[], Any]) -> tuple[int, End | None]:
-    """The same, and the End; None where another attempt has taken the run over."""
+def recorded(rank: Rank, program: Callable[[], Any]) -> tuple[int, RankReport | None]:
+    """The same, and the RankReport; None where another attempt has taken the run over."""
     result: Any = None
     error: BaseException | None = None
     try:
@@ -61,7 +61,7 @@ def recorded(rank: Rank, program: Callable[[], Any]) -> tuple[int, End | None]:
     record(rank, end)
     if end.kind == "failed" and error is not None:
         _print(error)
-    if end.kind == "stopped" or end.disk:  # the End may not have fit on the disk: the exit code says it too
+    if end.kind == "stopped" or end.disk:  # the RankReport may not have fit on the disk: the exit code says it too
         return EXIT_RESUMABLE, end
     code = error.code if isinstance(error, SystemExit) else EXIT_FAILED
     return EXIT_FINISHED if end.kind == "finished" else code if isinstance(code, int) else EXIT_FAILED, end
@@ -77,8 +77,8 @@ def explained(rank: Rank, error: BaseException) -> BaseException:
     return error
 
 
-def record(rank: Rank, end: End) -> None:
-    """Write a rank's End; a full disk is no reason to end in another way.
+def record(rank: Rank, end: RankReport) -> None:
+    """Write a rank's RankReport; a full disk is no reason to end in another way.
 
     The rank's page says it too: a disk may show the file late to other nodes. A process that the rank has forked, and
     that an exception takes out of the training function, writes nothing.
@@ -94,8 +94,8 @@ def record(rank: Rank, end: End) -> None:
         log.warning("the end of this rank could not be written down: %s", problem)
 
 
-def end_of(rank: Rank, error: BaseException | None, result: Any) -> End:
-    """The End of a rank whose program returned `result`, or raised `error`."""
+def end_of(rank: Rank, error: BaseException | None, result: Any) -> RankReport:
+    """The RankReport of a rank whose program returned `result`, or raised `error`."""
     beat = rank.page.read()
     facts: dict[str, Any] = {
         "rank": rank.rank,
@@ -109,13 +109,13 @@ def end_of(rank: Rank, error: BaseException | None, result: Any) -> End:
     # A stop may have been swallowed, by a `finally: return` or an `except BaseException`: it is a stop nevertheless.
     causes = list(chain_of(error, hidden=True))
     if (error is None and beat.phase is Phase.SAVING) or any(isinstance(item, Stopped) for item in causes):
-        return End(kind="stopped", **facts)
+        return RankReport(kind="stopped", **facts)
     if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code == EXIT_RESUMABLE):
-        return End(kind="stopped", **facts)
+        return RankReport(kind="stopped", **facts)
     if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
         is_shown = rank.rank == 0 and isinstance(result, dict)
-        return End(kind="finished", result=as_plain(result) if is_shown else None, **facts)
-    return End(
+        return RankReport(kind="finished", result=as_plain(result) if is_shown else None, **facts)
+    return RankReport(
         kind="failed",
         error=_in_a_line(error),
         traceback=None if _is_said(error) else "".join(traceback.format_exception(error))[-MAX_TRACEBACK:],
@@ -154,7 +154,7 @@ def out_of_memory(error: BaseException) -> str | None:
 
 
 def _seen(rank: Rank) -> list[int]:
-    """The ranks whose End lies there already: the error of this rank may only be a consequence of theirs."""
+    """The ranks whose RankReport lies there already: the error of this rank may only be a consequence of theirs."""
     folder = rank.run.ends_folder(rank.attempt)
     names = [file.stem for file in folder.glob("*.json")] if is_there(folder) else []
     return sorted(int(name) for name in names if name.isdigit())

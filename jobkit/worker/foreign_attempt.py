@@ -30,17 +30,17 @@ from jobkit.run import records, secrets
 from jobkit.run.files import user_name, write_atomic
 from jobkit.run.journal import Journal
 from jobkit.run.locks import Lock
-from jobkit.run.records import End, Submitted, new_token
+from jobkit.run.records import RankReport, Submitted, new_token
 from jobkit.run.rundir import RunDir
 from jobkit.run.view import UNDER_WAY, view
 from jobkit.supervisor import attempt
 from jobkit.supervisor.closing import REQUESTS, request_of
 from jobkit.supervisor.diagnosis import Facts
-from jobkit.supervisor.lease import Me, Tenure
-from jobkit.supervisor.retry import Room
+from jobkit.supervisor.lease import HeldLease, ThisJob
+from jobkit.supervisor.retry import RestartOptions
 from jobkit.usage import to_type
 from jobkit.wire.group import RankGroup
-from jobkit.wire.messages import Exited
+from jobkit.wire.messages import RankExited
 from jobkit.wire.pages import VARIABLE, Page
 from jobkit.wire.signals import take_stop_signals
 from jobkit.worker.launchers import Launch
@@ -51,35 +51,35 @@ REQUEST_SECONDS = 1.0
 
 
 @dataclass
-class Launched:
+class ForeignAttempt:
     """A rank of such an attempt."""
 
     rank: Rank
     joined: Joined
-    tenure: Tenure | None
+    tenure: HeldLease | None
     """Rank 0's right to write the journal."""
     alive: Lock | None
     """Rank 0 holds it until it ends: it proves to others that the attempt lives."""
     port: Reservation | None
     """Rank 0's MASTER_PORT, where the launcher gave none."""
 
-    def close(self, end: End, code: int) -> None:
+    def close(self, end: RankReport, code: int) -> None:
         """Journal the end of the attempt, on rank 0."""
         if self.tenure is None:
             return
         host, step = socket.gethostname(), -1 if end.step is None else end.step
         # The last save was made by all ranks together: they end alike.
         ranks = range(self.rank.world_size) if end.kind == "finished" else [0]
-        exits = [Exited(serial=1, attempt=self.rank.attempt, rank=rank, code=code, step=step) for rank in ranks]
+        exits = [RankExited(serial=1, attempt=self.rank.attempt, rank=rank, code=code, step=step) for rank in ranks]
         facts = Facts(exits=[(exited, host) for exited in exits])
         if end.kind == "stopped":
             submission = self.tenure.journal.status.person_submission
             request = request_of(self.rank.run, submission, self.rank.attempt)
-            facts.asked = ("stopped" if request is None else REQUESTS[request.kind]), ""
-        attempt.close(self.tenure, facts, Room())
+            facts.stop_reason = ("stopped" if request is None else REQUESTS[request.kind]), ""
+        attempt.close(self.tenure, facts, RestartOptions())
 
 
-def begin(loaded: Loaded, run: RunDir, launch: Launch) -> Launched | None:
+def begin(loaded: Loaded, run: RunDir, launch: Launch) -> ForeignAttempt | None:
     """Join the other ranks and begin an attempt; None where the run has finished already. All ranks call it.
 
     Raises DistributedError, and InputError where another process runs it, or where ranks were given other values.
@@ -102,7 +102,7 @@ def begin(loaded: Loaded, run: RunDir, launch: Launch) -> Launched | None:
     if rank.local_rank == 0 and (idle := machine.idle_devices(config, rank.local_world_size)):
         log.warning("%s", idle)
     disks = _disks(rank, joined.ranks)
-    launched = Launched(rank, joined, None, None, port)
+    launched = ForeignAttempt(rank, joined, None, None, port)
 
     def start() -> int | None:
         return _begin(launched, dataclasses.replace(loaded, config=config), launch)
@@ -122,7 +122,7 @@ def begin(loaded: Loaded, run: RunDir, launch: Launch) -> Launched | None:
     return launched
 
 
-def _begin(launched: Launched, loaded: Loaded, launch: Launch) -> int | None:
+def _begin(launched: ForeignAttempt, loaded: Loaded, launch: Launch) -> int | None:
     """On rank 0: write the files of a submission, and begin the attempt; returns its number, None if it is finished."""
     run = launched.rank.run
     with run.submit_lock():
@@ -160,7 +160,7 @@ def _begin(launched: Launched, loaded: Loaded, launch: Launch) -> int | None:
                 config={key: loaded.written[key] for key in ("name", "seed", "params")},
             )
         )
-    launched.tenure = attempt.take_over(run, Me(job_id=f"local-{os.getpid()}", token=token))
+    launched.tenure = attempt.take_over(run, ThisJob(job_id=f"local-{os.getpid()}", token=token))
     return attempt.begin(launched.tenure, [], launch.topology.world_size)
 
 

@@ -23,7 +23,7 @@ from typing import NoReturn
 from jobkit import start
 from jobkit.errors import JobkitError
 from jobkit.run.rundir import RunDir
-from jobkit.wire.messages import RankPlace, Start
+from jobkit.wire.messages import RankPlace, StartRanks
 from jobkit.wire.pages import VARIABLE, Page
 from jobkit.wire.signals import STOP_SIGNALS
 from jobkit.worker.cpus import take_share
@@ -32,7 +32,7 @@ DIES_FIRST = 300
 """A rank's oom_score_adj: where memory is short the kernel kills a rank, and not the agent that starts it again."""
 
 
-def become_rank(run: RunDir, place: RankPlace, attempt: Start, page: Page, environment: Mapping[str, str]) -> None:
+def become_rank(run: RunDir, place: RankPlace, attempt: StartRanks, page: Page, environment: Mapping[str, str]) -> None:
     """Make a forked process like a program that a launcher starts: session, logs, CPUs, variables.
 
     Its stop signals are blocked until the end: before that a handler of the agent would get them.

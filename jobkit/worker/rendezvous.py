@@ -1,6 +1,6 @@
 """The port at which rank 0 will listen, and the environment in which each rank finds its place.
 
-    agent: Reservation() --Ready(port)--> supervisor --Start(master_addr, master_port)--> agents --environment--> ranks
+    agent: Reservation() --Ready(port)--> supervisor --StartRanks(master_port)--> agents --environment--> ranks
 
 Here are ports and variables only; torch's process group is formed by the rank.
 """
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from jobkit.config.schema import Resources
 from jobkit.errors import DistributedError
 from jobkit.run.rundir import RunDir
-from jobkit.wire.messages import RankPlace, Start
+from jobkit.wire.messages import RankPlace, StartRanks
 
 PORTS = range(20000, 32768)
 """Below the range from which systems take ports for outgoing connections: such a one could take it at any moment."""
@@ -48,7 +48,7 @@ class Reservation:
 
 
 def environment_of(
-    place: RankPlace, start: Start, run: RunDir, resources: Resources, before: Mapping[str, str]
+    place: RankPlace, start: StartRanks, run: RunDir, resources: Resources, before: Mapping[str, str]
 ) -> dict[str, str]:
     """The environment of a rank; `before` is its agent's, which is one task of srun on its node."""
     kept = {name: value for name, value in before.items() if not name.startswith(OF_OTHER_LAUNCHERS)}
@@ -74,7 +74,7 @@ def environment_of(
     }
 
 
-def _slurm(place: RankPlace, start: Start, resources: Resources) -> dict[str, str]:
+def _slurm(place: RankPlace, start: StartRanks, resources: Resources) -> dict[str, str]:
     """The variables that srun would give a task for each rank. Libraries read them too, as mpi4py and Lightning."""
     world, each = str(start.world_size), str(place.local_world_size)
     per_node = f"{each}(x{start.nodes})" if start.nodes > 1 else each

@@ -1,6 +1,6 @@
 """`jobkit/start.py jobkit.worker.salvage RUNDIR`: the program of ranks that only save the newest snapshot in memory.
 
-    supervisor --Start(salvage)--> agents --fork--> these ranks: the slots of the last attempt --> a checkpoint
+    supervisor --StartRanks(salvage)--> agents --fork--> these ranks: the slots of the last attempt --> a checkpoint
 
 The user's program has no part in it, nor has a device. A stop does not concern them: the supervisor kills them in time,
 and a checkpoint that is not complete has no name.

@@ -1,7 +1,7 @@
 """jobkit.init: the context in a script of the user's own, under any launcher, or in the `command:` of a YAML.
 
     python train.py | torchrun train.py | srun python train.py --> jobkit.init() --> Context ... ctx.finish(result)
-    the interpreter's end --> End, as for a task (ending.py)
+    the interpreter's end --> RankReport, as for a task (ending.py)
 
 Nothing of the script's is patched: an exception hook and an exit function note how the script ended, in the rank's own
 process alone: a process that the script forks inherits both. Neither of them sees the code of a sys.exit, so that a
@@ -30,7 +30,7 @@ from jobkit.config.interpolation import NoValue, resolve
 from jobkit.config.load import Loaded, load
 from jobkit.config.schema import AUTO, Config
 from jobkit.config.strict import build
-from jobkit.config.yamlfile import COMMAND_LINE, Places
+from jobkit.config.yamlfile import COMMAND_LINE, KeyLocations
 from jobkit.errors import (
     EXIT_BAD_INPUT,
     EXIT_FAILED,
@@ -51,7 +51,7 @@ from jobkit.run.runs import runs_dir_of
 from jobkit.wire.signals import STOP_SIGNALS, take_stop_signals
 from jobkit.worker import foreign_attempt
 from jobkit.worker.ending import end_of, explained, record
-from jobkit.worker.foreign_attempt import Launched
+from jobkit.worker.foreign_attempt import ForeignAttempt
 from jobkit.worker.launchers import Topology, find_launch
 
 OF_LAUNCHER = frozenset({"local_rank", "distributed", "dist_backend", "dist_url"})
@@ -167,7 +167,7 @@ def _loaded(name: str | None, values: dict[str, Any], seed: int | str | None) ->
         "resources": {"gpus_per_task": AUTO},
     }
     config = build(Config, values)
-    loaded = Loaded(config=config, places=Places(Path(sys.argv[0])), notes=[], expressions={})
+    loaded = Loaded(config=config, places=KeyLocations(Path(sys.argv[0])), notes=[], expressions={})
     # As ranks and commands read it: else they would refuse a config.yaml that nobody wrote.
     resolve(loaded.written)
     return loaded
@@ -199,7 +199,7 @@ def _plain(key: str, value: Any) -> Any:
     raise InputError(key=f"params.{key}", found=value, allowed=allowed)
 
 
-def _opened(rank: Rank, joined: Any, begun: Launched | None) -> Context:
+def _opened(rank: Rank, joined: Any, begun: ForeignAttempt | None) -> Context:
     end = _ScriptEnd(rank, begun)
     end.register()  # first: a checkpoint that cannot be read is an end as well
     if rank.rank == 0:
@@ -229,7 +229,7 @@ class _ScriptEnd:
 
     context: Context | None = None
 
-    def __init__(self, rank: Rank, begun: Launched | None) -> None:
+    def __init__(self, rank: Rank, begun: ForeignAttempt | None) -> None:
         self._rank, self._begun = rank, begun
         self._is_noted = False
 

@@ -1,6 +1,6 @@
 """The program of one rank: the function of the YAML's `task:`, or the program of its `command:`.
 
-Worker() -> run_rank(run) -> join -> Context -> load_task("mytask:train")(ctx) -> finish -> End (ending.py) -> exit code
+Worker() -> run_rank -> join -> Context -> load_task("mytask:train")(ctx) -> finish -> RankReport (ending.py)
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from jobkit.checkpoint.digests import weighted_sums
 from jobkit.checkpoint.live import Entry
 from jobkit.checkpoint.memory import Slot
 from jobkit.checkpoint.shard import parse_header
-from jobkit.checkpoint.staging import Place, Stager
+from jobkit.checkpoint.staging import RankPosition, Stager
 from jobkit.wire.group import RankGroup
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
@@ -113,7 +113,7 @@ def test_copies_are_those_of_the_moment_whatever_the_device_computes(tmp_path: P
     state.register_buffer("part", torch.rand(64, 64, device="cuda")[:, ::2])
     state.register_buffer("host", torch.ones(3))
     entries = [Entry(name="state", live=state)]
-    stager, slot = Stager(Place(), RankGroup.alone()), Slot(os.memfd_create("slot"))
+    stager, slot = Stager(RankPosition(), RankGroup.alone()), Slot(os.memfd_create("slot"))
 
     def memory(data: int, header: int) -> torch.Tensor:
         return torch.frombuffer(slot.memory(data + header, pin=True), dtype=torch.uint8)
@@ -123,7 +123,7 @@ def test_copies_are_those_of_the_moment_whatever_the_device_computes(tmp_path: P
         for _ in range(200):
             product = product @ matrix + number
         state.product.copy_(product)
-        staged = stager.stage(entries) if number % 2 else stager.stage_into(entries, memory)
+        staged = stager.copy_to_host(entries) if number % 2 else stager.stage_into(entries, memory)
         assert staged is not None and len(staged.ready) == 1
         assert staged.data.is_pinned()
         state.product.zero_()
@@ -149,13 +149,13 @@ def test_a_copy_waits_for_the_kernels_of_a_second_device() -> None:
     state = torch.nn.Module()
     state.register_buffer("first", torch.ones(4, device="cuda:0"))
     state.register_buffer("product", torch.zeros_like(matrix))
-    entries, stager = [Entry(name="state", live=state)], Stager(Place(), RankGroup.alone())
+    entries, stager = [Entry(name="state", live=state)], Stager(RankPosition(), RankGroup.alone())
     for number in range(3):
         product = matrix
         for _ in range(200):
             product = product @ matrix + number
         state.product.copy_(product)
-        staged = stager.stage(entries)
+        staged = stager.copy_to_host(entries)
         assert len(staged.ready) == 2 and staged.data.is_pinned()
         state.product.zero_()
         staged.wait()
@@ -190,9 +190,9 @@ def test_a_checkpoint_is_read_into_tensors_of_the_device(tmp_path: Path) -> None
         return torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8)).cuda()
 
     saved, read = model(0), model(1)
-    writer = Checkpointer(tmp_path, RankGroup.alone(), Place(), attempt=1, keep=1)
-    writer.write(writer.stage(3, [Entry(name="model", live=saved)], {}), wait=True)
-    reader = Checkpointer(tmp_path, RankGroup.alone(), Place(), attempt=2, keep=1)
+    writer = Checkpointer(tmp_path, RankGroup.alone(), RankPosition(), attempt=1, keep=1)
+    writer.write(writer.copy_to_host(3, [Entry(name="model", live=saved)], {}), wait=True)
+    reader = Checkpointer(tmp_path, RankGroup.alone(), RankPosition(), attempt=2, keep=1)
     reader.restore([Entry(name="model", live=read)])
     assert all(torch.equal(a, b) for a, b in zip(saved.state_dict().values(), read.state_dict().values(), strict=True))
 

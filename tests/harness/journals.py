@@ -11,7 +11,7 @@ from typing import Any
 
 from jobkit.run.files import user_name
 from jobkit.run.journal import Journal
-from jobkit.run.records import Began, Ended, Event, Finished, Submitted
+from jobkit.run.records import AttemptBegan, AttemptEnded, Event, Finished, Submitted
 from jobkit.run.rundir import RunDir
 
 TOKEN = "jobkit:toy-11f5f19c:1:abcdef"
@@ -23,12 +23,14 @@ def submitted(scheduler: Any = "local", time: float = START, **fields: Any) -> S
     return Submitted(scheduler=scheduler, time=time, **(values | fields))
 
 
-def began(attempt: int = 1, time: float = START + 5, **fields: Any) -> Began:
-    return Began(attempt=attempt, time=time, **({"token": TOKEN, "job_id": "17"} | fields))
+def began(attempt: int = 1, time: float = START + 5, **fields: Any) -> AttemptBegan:
+    return AttemptBegan(attempt=attempt, time=time, **({"token": TOKEN, "job_id": "17"} | fields))
 
 
-def ended(cause: Any = "finished", next: Any = "stop", attempt: int = 1, time: float = START + 60, **f: Any) -> Ended:
-    return Ended(attempt=attempt, cause=cause, next=next, time=time, **f)
+def ended(
+    cause: Any = "finished", next: Any = "stop", attempt: int = 1, time: float = START + 60, **f: Any
+) -> AttemptEnded:
+    return AttemptEnded(attempt=attempt, cause=cause, next=next, time=time, **f)
 
 
 def finished(result: dict[str, Any] | None = None, time: float = START + 60) -> Finished:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jobkit.run.journal import read_status
-from jobkit.run.records import Ended
+from jobkit.run.records import AttemptEnded
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Status
 from jobkit.wire.pages import Page
@@ -142,7 +142,7 @@ class Launch:
         return read_status(self.run)
 
     @property
-    def ends(self) -> list[Ended]:
+    def ends(self) -> list[AttemptEnded]:
         """How its attempts ended, without the one that runs."""
         return [attempt.ended for attempt in self.status.attempts if attempt.ended is not None]
 

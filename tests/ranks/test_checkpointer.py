@@ -18,7 +18,7 @@ from jobkit.checkpoint import memory
 from jobkit.checkpoint.checkpointer import Checkpointer
 from jobkit.checkpoint.live import Entry
 from jobkit.checkpoint.memory import RECORD
-from jobkit.checkpoint.staging import Place
+from jobkit.checkpoint.staging import RankPosition
 from jobkit.errors import CheckpointError, UsageError
 from jobkit.wire.group import RankGroup
 
@@ -52,7 +52,7 @@ def entries(model: nn.Module, optimizer: torch.optim.Optimizer, mine: Own) -> li
 
 
 def make(ranks: RankGroup, folder: Path, attempt: int, slots: Any = None, ranks_per_node: int = 0) -> Checkpointer:
-    place = Place(ranks.rank, ranks.world_size, ranks_per_node or ranks.world_size)
+    place = RankPosition(ranks.rank, ranks.world_size, ranks_per_node or ranks.world_size)
     return Checkpointer(folder, ranks, place, attempt=attempt, keep=3, slots=slots)
 
 
@@ -68,7 +68,7 @@ def save(ranks: RankGroup, folder: Path, steps: tuple[int, ...]) -> list[float]:
         model(torch.full((2, 3), float(step))).sum().backward()
         optimizer.step()
         mine = Own({9: "nine", 10: ranks.rank, "10": (1.5, step)})
-        checkpointer.write(checkpointer.stage(step, entries(model, optimizer, mine), {"at": step}), wait=True)
+        checkpointer.write(checkpointer.copy_to_host(step, entries(model, optimizer, mine), {"at": step}), wait=True)
     checkpointer.close()
     return digest(model, optimizer)
 
@@ -99,7 +99,7 @@ def save_in_an_order_of_its_own(ranks: RankGroup, folder: Path) -> bool:
     expected = {f"t{number}": torch.full((10 + number,), float(number)) for number in order}
     mine = Own(expected)
     checkpointer = make(ranks, folder, 1)
-    checkpointer.write(checkpointer.stage(1, [Entry(name="shared", live=mine)], {}), wait=True)
+    checkpointer.write(checkpointer.copy_to_host(1, [Entry(name="shared", live=mine)], {}), wait=True)
     checkpointer.close()
     mine.value = {}
     make(ranks, folder, 2).restore([Entry(name="shared", live=mine)])
@@ -256,11 +256,11 @@ def test_a_rank_without_room_ends_the_snapshots_of_all(tmp_path: Path) -> None:
 
 def on_disks_of_their_own(ranks: RankGroup, folder: Path, lost: dict[int, list[str]]) -> int | str:
     """Save at steps 1 and 2 on a disk a rank, lose some ranks' checkpoints, and return the step that all begin with."""
-    place = Place(ranks.rank, ranks.world_size, 1, tuple((rank,) for rank in range(ranks.world_size)))
+    place = RankPosition(ranks.rank, ranks.world_size, 1, tuple((rank,) for rank in range(ranks.world_size)))
     disk, own = folder / str(ranks.rank), [Entry(name="own", live=Own(1))]
     checkpointer = Checkpointer(disk, ranks, place, attempt=1, keep=3)
     for step in (1, 2):
-        checkpointer.write(checkpointer.stage(step, own, {}), wait=True)
+        checkpointer.write(checkpointer.copy_to_host(step, own, {}), wait=True)
     checkpointer.close()
     for name in lost.get(ranks.rank, []):
         shutil.rmtree(disk / name)

@@ -18,7 +18,7 @@ from torch import nn
 from jobkit.checkpoint.checkpointer import Checkpointer
 from jobkit.checkpoint.live import Entry
 from jobkit.checkpoint.salvage import save_newest
-from jobkit.checkpoint.staging import Place
+from jobkit.checkpoint.staging import RankPosition
 from jobkit.checkpoint.store import Store
 from jobkit.wire.group import RankGroup
 
@@ -37,7 +37,7 @@ def entries(model: nn.Module) -> list[Entry]:
 
 
 def make(folder: Path, attempt: int, slots: tuple[int, int] | None = None) -> Checkpointer:
-    return Checkpointer(folder, RankGroup.alone(), Place(), attempt=attempt, keep=2, slots=slots)
+    return Checkpointer(folder, RankGroup.alone(), RankPosition(), attempt=attempt, keep=2, slots=slots)
 
 
 def run_and_die(action: Callable[[], Any], at: int) -> bool:
@@ -76,12 +76,12 @@ def test_a_kill_within_a_checkpoint(tmp_path: Path, trims: bool) -> None:
     base = tmp_path / "base"
     first = make(base, 1)
     for step in (1, 2) if trims else (2,):
-        first.write(first.stage(step, entries(state(step)), {}), wait=True)
+        first.write(first.copy_to_host(step, entries(state(step)), {}), wait=True)
     first.close()
 
     def save(folder: Path) -> None:
         checkpointer = make(folder, 2)
-        checkpointer.write(checkpointer.stage(3, entries(state(3)), {}), wait=True)
+        checkpointer.write(checkpointer.copy_to_host(3, entries(state(3)), {}), wait=True)
         checkpointer.close()
 
     at, is_over = 1, False
@@ -118,7 +118,7 @@ def test_a_kill_while_a_snapshot_becomes_a_checkpoint(tmp_path: Path) -> None:
     base, slots = tmp_path / "base", (os.memfd_create("first"), os.memfd_create("second"))
     first = make(base, 1, slots)
     for step in (1, 2):
-        first.write(first.stage(step, entries(state(step)), {}), wait=True)
+        first.write(first.copy_to_host(step, entries(state(step)), {}), wait=True)
     first.snapshot(3, entries(state(3)), {}, 0)
     first.snapshots.wait()
     first.close()

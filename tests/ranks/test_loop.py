@@ -139,7 +139,7 @@ def test_the_time_to_a_checkpoint_counts_from_the_last_one(tmp_path: Path) -> No
     for _ in ctx.steps(1):
         checkpoints._disk.since -= 700
         assert checkpoints._disk.is_due_now()
-        checkpoints.write(checkpoints.stage(ctx._loop.boundary), wait=True)
+        checkpoints.write(checkpoints.copy_to_host(ctx._loop.boundary), wait=True)
         assert not checkpoints._disk.is_due_now()
     ctx.close()
 

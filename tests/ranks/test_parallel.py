@@ -118,7 +118,7 @@ class Attempt:
             if die_at and step == die_at:
                 ctx._checkpointer.wait()
                 return None
-            batch, micro = plain.share(place, plain.batch_of(step)), None if ctx._spread.stages is not None else 2
+            batch, micro = plain.share(place, plain.batch_of(step)), None if ctx._spread.stage_group is not None else 2
             loss = ctx.backward(model, batch, plain.mse, micro_batch_size=micro, global_batch_size=plain.BATCH)
             ctx.update(optimizer, max_norm=0.5)
             scheduler.step()

@@ -16,7 +16,7 @@ from jobkit.checkpoint.live import Entry
 from jobkit.checkpoint.memory import RECORD, Slot
 from jobkit.checkpoint.reading import Damaged
 from jobkit.checkpoint.salvage import save_newest
-from jobkit.checkpoint.staging import Place
+from jobkit.checkpoint.staging import RankPosition
 from jobkit.checkpoint.store import Store
 from jobkit.errors import LostLease
 from jobkit.wire.group import RankError, RankGroup
@@ -54,7 +54,7 @@ def entries(shared: Plain, own: Plain) -> list[Entry]:
 
 
 def make(ranks: RankGroup, folder: Path, attempt: int, slots: Any = None, each: int = 0) -> Checkpointer:
-    place = Place(ranks.rank, ranks.world_size, each or ranks.world_size)
+    place = RankPosition(ranks.rank, ranks.world_size, each or ranks.world_size)
     return Checkpointer(folder, ranks, place, attempt=attempt, keep=2, slots=slots)
 
 
@@ -64,7 +64,7 @@ def train(ranks: RankGroup, folder: Path, slots: list[tuple[int, int]], each: in
     for step in (1, 2, 3, 4):
         state, extra = entries(Plain(step), Plain(step, ranks.rank)), {"at": (step, ranks.rank)}
         if step < 3:
-            checkpointer.write(checkpointer.stage(step, state, extra), wait=True)
+            checkpointer.write(checkpointer.copy_to_host(step, state, extra), wait=True)
         else:
             least = int(-ranks.maximum(-checkpointer.snapshots.complete)[0])
             assert checkpointer.snapshot(step, state, extra, least) is not None

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from jobkit.checkpoint.checkpointer import Checkpointer
 from jobkit.checkpoint.live import Entry
-from jobkit.checkpoint.staging import Place
+from jobkit.checkpoint.staging import RankPosition
 from jobkit.wire.group import RankGroup
 
 STATES = {"512 MB": [(8 << 20,)] * 16, "10,000 small": [(1024,)] * 10_000}
@@ -63,15 +63,15 @@ def measure(shapes: list[tuple[int, ...]], folder: Path, repeats: int, device: t
     size = sum(parameter.numel() * 4 for parameter in parameters)
     block = memoryview(bytearray(size))
     shutil.rmtree(folder, ignore_errors=True)
-    checkpointer = Checkpointer(folder, RankGroup.alone(), Place(), attempt=1, keep=1)
-    checkpointer.stage(0, entries, {})
+    checkpointer = Checkpointer(folder, RankGroup.alone(), RankPosition(), attempt=1, keep=1)
+    checkpointer.copy_to_host(0, entries, {})
     stager = DefaultStager(StagingOptions(pin, False, pin, pin))
     dcp_seconds(model, folder.with_name("dcp"), stager)  # its first save makes the memory
     ratios: dict[str, list[float]] = {row: [] for row in BOUNDS}
     for step in range(1, repeats + 1):
         plain = seconds(lambda: torch._foreach_copy_(copies, parameters, non_blocking=True))
         began = time.perf_counter()
-        pending = checkpointer.stage(step, entries, {})
+        pending = checkpointer.copy_to_host(step, entries, {})
         stall = time.perf_counter() - began
         ratios["stall"].append(stall / plain)
         raw = seconds(lambda: write_raw(folder.with_name("raw"), block))
@@ -87,7 +87,7 @@ def measure(shapes: list[tuple[int, ...]], folder: Path, repeats: int, device: t
         raw = seconds(lambda: read_raw(folder.with_name("raw"), copies if pin else parameters))
         if pin:
             raw += seconds(lambda: torch._foreach_copy_(parameters, copies, non_blocking=True))
-        reader = Checkpointer(folder, RankGroup.alone(), Place(), attempt=2, keep=1)
+        reader = Checkpointer(folder, RankGroup.alone(), RankPosition(), attempt=2, keep=1)
         ratios["restore"].append(seconds(lambda reader=reader: reader.restore(entries)) / raw)  # type: ignore[misc]
     return ratios
 

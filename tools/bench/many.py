@@ -23,7 +23,7 @@ from slurmbox import Cluster  # noqa: E402
 from table import QUICK, options, show  # noqa: E402
 
 from jobkit.run.journal import Journal  # noqa: E402
-from jobkit.run.records import Began, Ended, Finished, Submitted  # noqa: E402
+from jobkit.run.records import AttemptBegan, AttemptEnded, Finished, Submitted  # noqa: E402
 from jobkit.run.rundir import RunDir  # noqa: E402
 
 READ = """\
@@ -81,8 +81,10 @@ def make_runs(folder: Path) -> None:
     token = f"jobkit:{first.name}:1:abcdef"
     config = {"name": "bench", "seed": 0, "params": params}
     journal.append(Submitted(token=token, number=1, scheduler="local", user="somebody", host="here", config=config))
-    journal.append(Began(attempt=1, token=token, job_id="local-here-1"))
-    journal.append(Ended(attempt=1, cause="finished", next="stop", first_step=0, last_step=100, durable_step=100))
+    journal.append(AttemptBegan(attempt=1, token=token, job_id="local-here-1"))
+    journal.append(
+        AttemptEnded(attempt=1, cause="finished", next="stop", first_step=0, last_step=100, durable_step=100)
+    )
     journal.append(Finished(result={"loss": 0.5}, step=100))
     texts = {file: file.read_text() for file in (first.config_file, first.journal_file, first.status_file)}
     for number in range(1, RUNS):

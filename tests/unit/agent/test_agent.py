@@ -25,19 +25,19 @@ from jobkit.run.records import Contact, Lease
 from jobkit.run.rundir import RunDir
 from jobkit.wire.messages import (
     Ack,
-    Exited,
     Hello,
     Leave,
     Lines,
     Message,
     NotReady,
     NotStarted,
+    RankExited,
     RankPlace,
     Ready,
     Signal,
     Signalled,
     Silent,
-    Start,
+    StartRanks,
     Welcome,
     encode,
 )
@@ -139,8 +139,8 @@ class Supervisor:
             assert data, f"the agent is gone; expected {kind.__name__}"
             self.messages += self.lines.feed(data)
 
-    def ends(self, count: int) -> dict[int, Exited]:
-        exits = (self.expect(Exited) for _ in range(count))
+    def ends(self, count: int) -> dict[int, RankExited]:
+        exits = (self.expect(RankExited) for _ in range(count))
         return {exited.rank: exited for exited in exits}
 
     def go_away(self) -> None:
@@ -158,7 +158,7 @@ class Supervisor:
         records.write(self.run.lease_file, Lease(attempt=attempt, writer="w", token="t", job_id=JOB))
         places = [RankPlace(rank=rank, local_rank=rank, local_world_size=ranks, node=0) for rank in range(ranks)]
         values = {"world_size": ranks, "nodes": 1, "master_addr": "127.0.0.1", "master_port": 29999, **fields}
-        self.send(Start(attempt=attempt, ranks=places, **values))
+        self.send(StartRanks(attempt=attempt, ranks=places, **values))
 
     def wait_for_step(self, step: int) -> None:
         wait_until(lambda: (report := self.run.progress()) is not None and (report.step or 0) >= step, f"step {step}")
@@ -208,11 +208,11 @@ def test_a_rank_dies_and_lives_again(make: Make) -> None:
     supervisor.start(1, 2)
     supervisor.wait_for_step(3)
     os.kill(supervisor.pid(1), signal.SIGKILL)
-    exited = supervisor.expect(Exited)
+    exited = supervisor.expect(RankExited)
     assert (exited.attempt, exited.rank, exited.code) == (1, 1, -signal.SIGKILL)
     assert exited.step >= 0
     supervisor.send(Signal(attempt=1, name="KILL"))
-    assert supervisor.expect(Exited).rank == 0
+    assert supervisor.expect(RankExited).rank == 0
     again = supervisor.expect(Ready)
     assert again.port != first.port
     supervisor.start(2, 2)
@@ -241,10 +241,10 @@ def test_the_first_failure_brings_the_word_of_its_device(
         nvml.wait_for_look(1)
         nvml.write(gpu(), gpu(ecc=1), gpu(ecc=7))  # the last one is not this run's
         os.kill(supervisor.pid(1), signal.SIGKILL)
-        exited = supervisor.expect(Exited)
+        exited = supervisor.expect(RankExited)
         assert (exited.rank, exited.device, exited.device_is_sick) == (1, *expected)
         supervisor.send(Signal(attempt=attempt, name="KILL"))
-        assert supervisor.expect(Exited).device == ""
+        assert supervisor.expect(RankExited).device == ""
         supervisor.expect(Ready)
     supervisor.start(3, 2)
     supervisor.pid(1)
@@ -266,7 +266,7 @@ def test_a_driver_that_hangs_delays_no_other_attempt(
     nvml.wait_for_look(0)
     nvml.write(gpu(ecc=1, hangs=8))
     os.kill(supervisor.pid(0), signal.SIGKILL)
-    exited = supervisor.expect(Exited)
+    exited = supervisor.expect(RankExited)
     assert (exited.code, exited.device) == (-signal.SIGKILL, "")
     supervisor.expect(Ready)
 
@@ -303,18 +303,18 @@ def test_ranks_train_on_while_the_supervisor_is_away(make: Make) -> None:
     supervisor.start(1, 2)
     supervisor.wait_for_step(2)
     os.kill(supervisor.pid(1), signal.SIGKILL)
-    serial = supervisor.expect(Exited).serial
+    serial = supervisor.expect(RankExited).serial
     with supervisor.run.alive_lock():  # job.sh lives: without it the ranks end 10 s later
         supervisor.go_away()
         step = supervisor.run.progress().step
         supervisor.wait_for_step(step + 5)
         hello = supervisor.come_back()
     assert (hello.attempt, hello.alive) == (1, [0])
-    exited = supervisor.expect(Exited)  # nobody has acknowledged it
+    exited = supervisor.expect(RankExited)  # nobody has acknowledged it
     assert (exited.serial, exited.rank) == (serial, 1)
     supervisor.send(Ack(serial=serial))
     supervisor.send(Signal(attempt=1, name="KILL"))
-    last = supervisor.expect(Exited)
+    last = supervisor.expect(RankExited)
     supervisor.send(Ack(serial=last.serial))
     supervisor.expect(Ready)
     supervisor.go_away()
@@ -351,14 +351,14 @@ def test_a_stop_that_came_before_the_fork_is_not_lost(make: Make) -> None:
     supervisor.wait_for_step(3)
     supervisor.agent.send_signal(signal.SIGUSR2)
     assert supervisor.expect(Signalled).signal == "USR2"
-    assert supervisor.expect(Exited).code == 75
+    assert supervisor.expect(RankExited).code == 75
 
 
 def test_nothing_of_a_failed_attempt_is_left_when_the_next_may_begin(make: Make) -> None:
     supervisor = make(params={"steps": 100, "fails": True})
     supervisor.expect(Ready)
     supervisor.start(1, 1)
-    exited = supervisor.expect(Exited)
+    exited = supervisor.expect(RankExited)
     (end,) = supervisor.run.ends(1)
     assert (exited.code, end.kind, end.error, end.step) == (1, "failed", "ValueError: at step 3", 3)
     assert "toy_task.py" in (end.traceback or "")
@@ -372,7 +372,7 @@ def test_a_copier_of_curves_ends_by_itself(make: Make, leaves: bool) -> None:
     supervisor = make(params={"steps": 100, "fails": True, "mirrors": True})
     supervisor.expect(Ready)
     supervisor.start(1, 1)
-    supervisor.expect(Exited)
+    supervisor.expect(RankExited)
     copier = processes.identify(number_in(supervisor.run.path / "copier"))
     if leaves:
         supervisor.send(Leave())
@@ -389,7 +389,7 @@ def test_a_copier_of_curves_outlives_its_agent(make: Make) -> None:
     supervisor = make(params={"steps": 100, "fails": True, "mirrors": True})
     supervisor.expect(Ready)
     supervisor.start(1, 1)
-    supervisor.expect(Exited)
+    supervisor.expect(RankExited)
     copier = processes.identify(number_in(supervisor.run.path / "copier"))
     supervisor.agent.kill()
     supervisor.agent.wait()
@@ -410,14 +410,14 @@ def test_a_rank_that_hangs_is_silent_and_shows_its_stacks(make: Make) -> None:
     log = supervisor.run.rank_log(1, 0, "err")
     wait_until(lambda: "toy_task.py" in log.read_text(), "the stacks")
     supervisor.send(Signal(attempt=1, name="KILL", unless_saving=True))
-    assert supervisor.expect(Exited).code == -signal.SIGKILL
+    assert supervisor.expect(RankExited).code == -signal.SIGKILL
 
 
 def test_an_exit_with_0_outside_a_step_is_no_end(make: Make) -> None:
     supervisor = make(params={"steps": 100, "leaves": True})
     supervisor.expect(Ready)
     supervisor.start(1, 1)
-    exited = supervisor.expect(Exited)
+    exited = supervisor.expect(RankExited)
     assert (exited.code, exited.is_done) == (0, False)
 
 
@@ -429,7 +429,7 @@ def test_a_rank_that_saves_is_not_killed_with_those_that_do_not(make: Make) -> N
     supervisor.send(Signal(attempt=1, name="STOP"))
     wait_until((supervisor.run.path / "saves").exists, "a save")
     supervisor.send(Signal(attempt=1, name="KILL", unless_saving=True))
-    assert supervisor.expect(Exited).code == 75
+    assert supervisor.expect(RankExited).code == 75
 
 
 @pytest.mark.parametrize("config", [{"preload": ["exits"]}, {"task": "exits:train"}])
@@ -437,7 +437,7 @@ def test_an_import_that_exits_is_the_end_of_the_rank_and_not_of_the_agent(make: 
     supervisor = make(**config)
     supervisor.expect(Ready)
     supervisor.start(1, 1)
-    assert supervisor.expect(Exited).code == 1
+    assert supervisor.expect(RankExited).code == 1
     (end,) = supervisor.run.ends(1)
     assert (end.kind, end.final) == ("failed", True) and "exits" in str(end.error)
 
@@ -454,6 +454,6 @@ def test_the_program_of_a_shell_saves_and_the_shell_does_not_go_on(make: Make, h
     else:
         (shell,) = processes.children(supervisor.agent.pid)
         os.kill(shell, signal.SIGTERM)  # as Slurm may
-    assert supervisor.expect(Exited).code in (-signal.SIGTERM, 0)
+    assert supervisor.expect(RankExited).code in (-signal.SIGTERM, 0)
     assert (outputs / "saved").exists()
     assert not (outputs / "next_line").exists()

@@ -12,13 +12,13 @@ import pytest
 from harness.runs import PATIENCE
 
 from jobkit.agent import unsupervised
-from jobkit.agent.unsupervised import Alone
+from jobkit.agent.unsupervised import Unsupervised
 from jobkit.errors import SchedulerError
 from jobkit.run import records
 from jobkit.run.records import Lease
 from jobkit.run.rundir import RunDir
 from jobkit.slurm import jobs
-from jobkit.wire.messages import Hello, Start
+from jobkit.wire.messages import Hello, StartRanks
 
 
 class Children:
@@ -52,7 +52,7 @@ class Scene:
         self.run = RunDir(path / "toy-00000000")
         self.run.path.mkdir()
         self.lease(attempt=3, job_id=job_id)
-        self.alone = Alone(self.run, Hello(secret="", node="n1", job_id=job_id, step=step))
+        self.alone = Unsupervised(self.run, Hello(secret="", node="n1", job_id=job_id, step=step))
         self.children, self.link = Children(), Link()
 
     def lease(self, attempt: int, job_id: str, restart: int = 0) -> None:
@@ -139,12 +139,12 @@ def test_an_idle_agent_waits_for_later_attempts(slurm: Scene) -> None:
 def test_ranks_stop_in_time_without_a_supervisor(slurm: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unsupervised, "_wait_for_end_of_script", lambda job_id: time.sleep(2 * PATIENCE))
     slurm.alone.note_start(
-        Start(attempt=3, ranks=[], world_size=2, nodes=1, master_addr="", master_port=0, time_left=1000)
+        StartRanks(attempt=3, ranks=[], world_size=2, nodes=1, master_addr="", master_port=0, time_left=1000)
     )
     assert slurm.go_on()
     assert slurm.children.stopped == 0
     slurm.alone.note_start(
-        Start(attempt=3, ranks=[], world_size=2, nodes=1, master_addr="", master_port=0, time_left=0.5)
+        StartRanks(attempt=3, ranks=[], world_size=2, nodes=1, master_addr="", master_port=0, time_left=0.5)
     )
     assert slurm.go_on(lambda: slurm.children.stopped == 1)
 

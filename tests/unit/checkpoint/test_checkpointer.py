@@ -19,7 +19,7 @@ from jobkit.checkpoint.export import write_final
 from jobkit.checkpoint.free_memory import free_bytes
 from jobkit.checkpoint.live import Entry
 from jobkit.checkpoint.memory import RECORD
-from jobkit.checkpoint.staging import Place
+from jobkit.checkpoint.staging import RankPosition
 from jobkit.errors import CheckpointError, JobkitError, LostLease
 from jobkit.optim import EmaAdamW
 from jobkit.run import records
@@ -29,7 +29,7 @@ from jobkit.wire.pages import Page
 
 
 def make(folder: Path, attempt: int = 1, keep: int = 2, mode: Any = "min") -> Checkpointer:
-    return Checkpointer(folder, RankGroup.alone(), Place(), attempt=attempt, keep=keep, best_mode=mode)
+    return Checkpointer(folder, RankGroup.alone(), RankPosition(), attempt=attempt, keep=keep, best_mode=mode)
 
 
 def entries(model: nn.Module, name: str = "model") -> list[Entry]:
@@ -38,7 +38,7 @@ def entries(model: nn.Module, name: str = "model") -> list[Entry]:
 
 def save(folder: Path, model: nn.Module, step: int, **options: Any) -> None:
     checkpointer = make(folder)
-    checkpointer.write(checkpointer.stage(step, entries(model), {}, **options), wait=True)
+    checkpointer.write(checkpointer.copy_to_host(step, entries(model), {}, **options), wait=True)
     checkpointer.close()
 
 
@@ -46,7 +46,7 @@ def save(folder: Path, model: nn.Module, step: int, **options: Any) -> None:
 def test_the_best_checkpoint_stays_beside_the_newest(tmp_path: Path, mode: str, best: int) -> None:
     checkpointer = make(tmp_path, mode=mode)
     for step, value in enumerate((3.0, 1.0, 2.0, 5.0, math.nan, 2.5, 2.5), start=1):
-        pending = checkpointer.stage(step, entries(nn.Linear(2, 2)), {})
+        pending = checkpointer.copy_to_host(step, entries(nn.Linear(2, 2)), {})
         if step == 7:
             checkpointer.write(pending)
         if checkpointer.is_better(value):
@@ -65,21 +65,21 @@ def test_a_disk_without_room_for_a_byte_stops_no_training(tmp_path: Path) -> Non
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=9m,nr_inodes=100", "tmpfs", str(tmp_path)], check=True)
     try:
         checkpointer, tracked = make(tmp_path / "checkpoints"), entries(nn.Linear(500, 500))
-        checkpointer.mark_best(checkpointer.stage(1, tracked, {}), 0.5)
-        checkpointer.write(checkpointer.stage(2, tracked, {}), wait=True)
+        checkpointer.mark_best(checkpointer.copy_to_host(1, tracked, {}), 0.5)
+        checkpointer.write(checkpointer.copy_to_host(2, tracked, {}), wait=True)
         filler = (tmp_path / "filler").open("wb", buffering=0)
         with contextlib.suppress(OSError):
             while filler.write(bytes(4096)):
                 pass
-        pending = checkpointer.stage(2, tracked, {})
+        pending = checkpointer.copy_to_host(2, tracked, {})
         pending.is_written = True
         checkpointer.mark_best(pending, 0.4)  # not even the metric finds room
-        checkpointer.write(checkpointer.stage(3, tracked, {}))
-        checkpointer.mark_best(checkpointer.stage(4, tracked, {}), 0.3)
+        checkpointer.write(checkpointer.copy_to_host(3, tracked, {}))
+        checkpointer.mark_best(checkpointer.copy_to_host(4, tracked, {}), 0.3)
         with pytest.raises(OSError, match="No space left"):
             for number in range(100):
                 (tmp_path / str(number)).touch()
-        checkpointer.write(checkpointer.stage(5, tracked, {}))  # there is no room for a folder either
+        checkpointer.write(checkpointer.copy_to_host(5, tracked, {}))  # there is no room for a folder either
         assert [outcome.is_full for outcome in checkpointer.collect()[2:]] == [True] * 3
         assert (checkpointer.store.steps(), checkpointer.store.best()) == ([2, 1], (1, 0.5))
         assert checkpointer.is_better(0.45)
@@ -104,7 +104,7 @@ def test_damage_in_the_only_state_begins_the_next_attempt_at_step_0(tmp_path: Pa
     slots = os.memfd_create("first"), os.memfd_create("second")
 
     def attempt(number: int) -> Checkpointer:
-        return Checkpointer(tmp_path, RankGroup.alone(), Place(), attempt=number, keep=2, slots=slots)
+        return Checkpointer(tmp_path, RankGroup.alone(), RankPosition(), attempt=number, keep=2, slots=slots)
 
     first = attempt(1)
     first.snapshot(3, entries(nn.Linear(2, 2)), {}, 0)
@@ -165,14 +165,16 @@ def test_an_attempt_without_the_lease_publishes_no_checkpoint_no_best_one_and_no
     rank, model = make_rank(tmp_path), nn.Linear(2, 2)
     run, check = rank.run, rank.check_lease
     records.write(run.lease_file, Lease(attempt=1, writer="w", token="t", job_id="1"))
-    checkpointer = Checkpointer(run.checkpoints, RankGroup.alone(), Place(), attempt=1, keep=1, check_lease=check)
-    first = checkpointer.stage(1, entries(model), {})
+    checkpointer = Checkpointer(
+        run.checkpoints, RankGroup.alone(), RankPosition(), attempt=1, keep=1, check_lease=check
+    )
+    first = checkpointer.copy_to_host(1, entries(model), {})
     checkpointer.write(first, wait=True)
     records.write(run.lease_file, Lease(attempt=2, writer="other", token="t", job_id="2"))
     for action in (
         lambda: checkpointer.mark_best(first, 0.5),
         lambda: write_final(run, {"model": model}, None, RankGroup.alone(), check),
-        lambda: checkpointer.write(checkpointer.stage(2, entries(model), {}), wait=True),
+        lambda: checkpointer.write(checkpointer.copy_to_host(2, entries(model), {}), wait=True),
     ):
         with pytest.raises(LostLease):
             action()
@@ -187,7 +189,7 @@ def test_two_snapshots_of_all_ranks_of_a_node_take_a_quarter_of_its_free_memory_
     """`free` is in times of eight states of one rank: four times two."""
     state = nn.Linear(1 << 12, 1 << 10)  # 16 MiB, and the slots grow by 4
     monkeypatch.setattr("jobkit.checkpoint.memory.free_bytes", lambda: int(free * 8 * (16 << 20)))
-    slots, place = (os.memfd_create("first"), os.memfd_create("second")), Place(0, ranks, ranks)
+    slots, place = (os.memfd_create("first"), os.memfd_create("second")), RankPosition(0, ranks, ranks)
     checkpointer = Checkpointer(tmp_path, RankGroup.alone(), place, attempt=1, keep=1, slots=slots)
     entry = Entry(name="own", live=Values({"weight": state.weight}), scope="rank")
     assert (checkpointer.snapshot(1, [entry], {}, 0) is not None) == fits
@@ -215,7 +217,7 @@ def test_the_free_memory_of_a_job_is_what_the_groups_above_it_leave(tmp_path: Pa
 
 def test_snapshots_of_a_list_that_grows_beyond_the_tensors_go_on(tmp_path: Path) -> None:
     slots = os.memfd_create("first"), os.memfd_create("second")
-    checkpointer = Checkpointer(tmp_path, RankGroup.alone(), Place(), attempt=1, keep=1, slots=slots)
+    checkpointer = Checkpointer(tmp_path, RankGroup.alone(), RankPosition(), attempt=1, keep=1, slots=slots)
     values = Values({})
     for step, size in enumerate((1, 400_000, 900_000, 3_000_000), start=1):
         values.state = {"history": [1.25] * size}
@@ -224,7 +226,7 @@ def test_snapshots_of_a_list_that_grows_beyond_the_tensors_go_on(tmp_path: Path)
         assert checkpointer.snapshot(9, [entry], {}, step - 1) is None, "another rank completes this one yet"
         checkpointer.snapshots.wait()
     checkpointer.close()
-    again = Checkpointer(tmp_path, RankGroup.alone(), Place(), attempt=2, keep=1, slots=slots)
+    again = Checkpointer(tmp_path, RankGroup.alone(), RankPosition(), attempt=2, keep=1, slots=slots)
     values.state = {}
     again.restore([Entry(name="values", live=values)])
     assert again.restored is not None
@@ -250,7 +252,7 @@ def test_a_snapshot_of_many_small_tensors_has_room_for_their_names(tmp_path: Pat
     for number in range(4000):
         module.register_buffer(f"a_rather_long_name_of_a_buffer_{'x' * 300}_{number}", torch.zeros(1))
     slots = os.memfd_create("first"), os.memfd_create("second")
-    page, place = Page.create(), Place()
+    page, place = Page.create(), RankPosition()
     note = page.note_snapshot
     checkpointer = Checkpointer(tmp_path, RankGroup.alone(), place, attempt=1, keep=1, slots=slots, note_snapshot=note)
     assert page.snapshot_step is None
@@ -283,7 +285,7 @@ def test_a_fused_optimizer_of_weights_in_channels_last_goes_on_as_if_nothing_had
         for model, optimizer in (straight, resumed)
     ]
     checkpointer = make(tmp_path)
-    checkpointer.write(checkpointer.stage(1, both[0], {}), wait=True)
+    checkpointer.write(checkpointer.copy_to_host(1, both[0], {}), wait=True)
     straight[1].zero_grad()
     make(tmp_path, 2).restore(both[1])
     assert torch.equal(train(*straight), train(*resumed))
@@ -310,7 +312,7 @@ def test_an_optimizers_state_may_begin_as_none_and_comes_back_in_its_order_in_me
     checkpointer = make(tmp_path)
     for step in (1, 2):
         saved.step()
-        checkpointer.write(checkpointer.stage(step, [Entry(name="optimizer", live=saved)], {}), wait=True)
+        checkpointer.write(checkpointer.copy_to_host(step, [Entry(name="optimizer", live=saved)], {}), wait=True)
     make(tmp_path, 2).restore([Entry(name="optimizer", live=read)])
     expected, basis = saved.state[models[0].weight]["basis"], read.state[models[1].weight]["basis"]
     assert torch.equal(basis, expected)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from jobkit.checkpoint.digests import CHUNK, leaf_digests, plain_leaves, tensor_digests, weighted_sums
-from jobkit.checkpoint.live import Live
+from jobkit.checkpoint.live import Leaves
 from jobkit.checkpoint.tree import flatten
 
 TENSORS = {
@@ -75,7 +75,7 @@ def test_the_dtype_and_the_shape_count() -> None:
 def test_leaves_have_paths_and_plain_values_are_readable() -> None:
     state = {"best": 0.5, "steps": [1, 2], "inner": {"weight": torch.ones(2), 3: "text"}, "none": None, "empty": []}
     tree = flatten(state)
-    found = leaf_digests(Live(tree.leaves, tree.skeleton))
+    found = leaf_digests(Leaves(tree.leaves, tree.skeleton))
     weight = found.pop("inner.weight")
     assert weight == digest(torch.ones(2))
     assert found == {"best": "0.5", "steps.0": "1", "steps.1": "2", "inner.3": '"text"', "none": "null", "empty": "[]"}

@@ -13,9 +13,9 @@ from safetensors import safe_open
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from jobkit.checkpoint.live import Entry, names_of, walker_of
+from jobkit.checkpoint.live import Entry, finder_of, names_of
 from jobkit.checkpoint.shard import BLOCK, parse_header, sums_of, write_shard
-from jobkit.checkpoint.staging import PAGE, Place, Stager, divide
+from jobkit.checkpoint.staging import PAGE, RankPosition, Stager, divide
 from jobkit.loop.tracked import PendingGradients
 from jobkit.wire.group import RankGroup
 
@@ -31,7 +31,7 @@ def test_a_division_covers_each_element_once_and_is_balanced(sizes: list[int], p
 
 
 def stager() -> Stager:
-    return Stager(Place(), RankGroup.alone())
+    return Stager(RankPosition(), RankGroup.alone())
 
 
 def entries(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[Entry]:
@@ -77,11 +77,11 @@ CHANGES: dict[str, Callable[[nn.Linear], None]] = {
 @pytest.mark.parametrize("looks_between", [False, True])
 def test_a_change_of_the_leaves_is_seen(name: str, looks_between: bool) -> None:
     model, kept = nn.Linear(2, 2), stager()
-    kept.stage(entries(model))
+    kept.copy_to_host(entries(model))
     CHANGES[name](model)
     if looks_between:  # a digest of the state must not hide the change from the next save
         kept.lives(entries(model))
-    tensors = saved(kept.stage(entries(model)))
+    tensors = saved(kept.copy_to_host(entries(model)))
     for key, value in model.state_dict().items():
         assert torch.equal(tensors[f"model/{key}"], value)
 
@@ -89,10 +89,10 @@ def test_a_change_of_the_leaves_is_seen(name: str, looks_between: bool) -> None:
 def test_an_optimizers_state_appears_with_its_first_step() -> None:
     model, kept = nn.Linear(2, 2), stager()
     optimizer = torch.optim.AdamW(model.parameters())
-    assert "optimizer/state/model/weight/exp_avg" not in saved(kept.stage(entries(model, optimizer)))
+    assert "optimizer/state/model/weight/exp_avg" not in saved(kept.copy_to_host(entries(model, optimizer)))
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    tensors = saved(kept.stage(entries(model, optimizer)))
+    tensors = saved(kept.copy_to_host(entries(model, optimizer)))
     state = optimizer.state[model.weight]
     assert torch.equal(tensors["optimizer/state/model/weight/exp_avg"], state["exp_avg"])
 
@@ -124,9 +124,9 @@ def test_an_optimizers_state_in_new_dicts_is_the_state_that_is_saved(
     model, kept = nn.Linear(2, 2), stager()
     optimizer = torch.optim.AdamW(model.parameters())
     step(model, optimizer)
-    kept.stage(entries(model, optimizer))
+    kept.copy_to_host(entries(model, optimizer))
     change(optimizer)
-    tensors = saved(kept.stage(entries(model, optimizer)))
+    tensors = saved(kept.copy_to_host(entries(model, optimizer)))
     for key in ("exp_avg", "exp_avg_sq", "step"):
         assert torch.equal(tensors[f"optimizer/state/model/weight/{key}"], optimizer.state[model.weight][key])
 
@@ -135,13 +135,13 @@ def test_an_optimizers_state_that_belongs_to_no_parameter_is_saved() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.state["average"] = {"loss": torch.tensor(3.0), "count": 5}
-    walker = walker_of(Entry(name="optimizer", live=optimizer), {})
-    live = walker.look()
+    walker = finder_of(Entry(name="optimizer", live=optimizer), {})
+    live = walker.find()
     other = torch.optim.AdamW(model.parameters())
-    again = walker_of(Entry(name="optimizer", live=other), {})
-    shapes = {path: (leaf.dtype, tuple(leaf.shape)) for path, leaf in live.leaves.items()}
+    again = finder_of(Entry(name="optimizer", live=other), {})
+    shapes = {path: (leaf.dtype, tuple(leaf.shape)) for path, leaf in live.tensors.items()}
     again.adopt(live.skeleton, shapes)
-    again.finish(live.skeleton, live.leaves, may_unpickle=False)
+    again.finish(live.skeleton, live.tensors, may_unpickle=False)
     assert other.state["average"] == {"loss": torch.tensor(3.0), "count": 5}
 
 
@@ -154,7 +154,7 @@ def test_a_gradient_that_was_saved_keeps_no_memory_until_the_next_save(has_room:
     for number in range(3):
         model(torch.ones(1, 2)).sum().backward()
         gradient = StorageWeakRef(model.weight.grad.untyped_storage())
-        copies = saved(kept.stage([*entries(model), entry]))
+        copies = saved(kept.copy_to_host([*entries(model), entry]))
         assert copies["0:gradients/added/0 0"].tolist() == [[1.0, 1.0], [1.0, 1.0]], number
         if not has_room:
             assert kept.stage_into([*entries(model), entry], lambda data, header: None) is None
@@ -164,21 +164,21 @@ def test_a_gradient_that_was_saved_keeps_no_memory_until_the_next_save(has_room:
 
 def test_the_parameters_of_a_replaced_submodule_are_saved() -> None:
     model, kept = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), stager()
-    kept.stage(entries(model))
+    kept.copy_to_host(entries(model))
     model[1] = nn.Linear(2, 2)
-    assert torch.equal(saved(kept.stage(entries(model)))["model/1.weight"], model[1].weight)
+    assert torch.equal(saved(kept.copy_to_host(entries(model)))["model/1.weight"], model[1].weight)
 
 
 def test_tied_weights_are_saved_once() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight
-    assert sum("weight" in key for key in saved(stager().stage(entries(model)))) == 1
+    assert sum("weight" in key for key in saved(stager().copy_to_host(entries(model)))) == 1
 
 
 def test_a_shard_is_a_safetensors_file_whose_data_begin_at_a_page(tmp_path: object) -> None:
     model = nn.Sequential(nn.Linear(1000, 1100), nn.BatchNorm1d(3))
     model[1].half()
-    staged = stager().stage(entries(model))
+    staged = stager().copy_to_host(entries(model))
     file = tmp_path / "rank_0.safetensors"  # type: ignore[operator]
     info = write_shard(file, staged)
     assert info == sums_of(staged.header, staged.data.numpy().data)
@@ -192,7 +192,7 @@ def test_a_shard_is_a_safetensors_file_whose_data_begin_at_a_page(tmp_path: obje
 def test_a_compiled_or_wrapped_module_has_the_names_of_the_module_within() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     compiled = torch.compile(model, backend="eager")
-    assert list(walker_of(Entry(name="m", live=compiled), {}).look().leaves) == ["0.weight", "0.bias"]
+    assert list(finder_of(Entry(name="m", live=compiled), {}).find().tensors) == ["0.weight", "0.bias"]
     assert names_of([("m", compiled)]) == names_of([("m", model)])
 
 
@@ -211,12 +211,12 @@ class Replay:
 
 
 def test_of_thousands_of_pickled_values_a_few_are_named() -> None:
-    staged = stager().stage([Entry(name="replay", live=Replay())])
+    staged = stager().copy_to_host([Entry(name="replay", live=Replay())])
     assert 0 < len(staged.pickled) < 10
 
 
 def test_frozen_parameters_are_saved_once_they_have_been_trained() -> None:
-    model, stage = nn.Linear(2, 2), stager().stage
+    model, stage = nn.Linear(2, 2), stager().copy_to_host
     entry = Entry(name="model", live=model, frozen={"bias"})
     for trains, expected in ((False, ["weight"]), (True, ["bias", "weight"]), (False, ["bias", "weight"])):
         model.bias.requires_grad_(trains)

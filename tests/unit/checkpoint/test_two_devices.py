@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from jobkit.checkpoint.checkpointer import Checkpointer
 from jobkit.checkpoint.live import Entry
 from jobkit.checkpoint.shard import write_shard
-from jobkit.checkpoint.staging import Place, Stager
+from jobkit.checkpoint.staging import RankPosition, Stager
 from jobkit.data.seeds import generator_state, load_generator_state, seed_generators
 from jobkit.parallel.devices import devices_of
 from jobkit.wire.group import RankGroup
@@ -54,11 +54,11 @@ def test_a_copy_has_an_event_on_each_device_and_is_written_once_all_have_come(
     monkeypatch.setattr(Event, "made", [], raising=False)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", str)
-    stager, entries = Stager(Place(), RankGroup.alone()), [Entry(name="model", live=torch.nn.Linear(2, 2))]
-    stager.stage(entries)
+    stager, entries = Stager(RankPosition(), RankGroup.alone()), [Entry(name="model", live=torch.nn.Linear(2, 2))]
+    stager.copy_to_host(entries)
     assert Event.made == []
     stager._gpus = [FIRST, SECOND]
-    staged = stager.stage(entries)
+    staged = stager.copy_to_host(entries)
     assert [event.stream for event in Event.made] == ["cuda:0", "cuda:1"]
     assert not any(event.waited for event in Event.made)
     write_shard(tmp_path / "shard", staged)
@@ -66,7 +66,7 @@ def test_a_copy_has_an_event_on_each_device_and_is_written_once_all_have_come(
 
 
 def test_the_devices_of_a_copy_are_those_of_all_its_sources() -> None:
-    stager = Stager(Place(), RankGroup.alone())
+    stager = Stager(RankPosition(), RankGroup.alone())
     for names, expected in ((["cpu"], []), (["cpu", "cuda:1", "cuda:0", "cuda:1"], [SECOND, FIRST])):
         with FakeTensorMode():
             stager._look([Entry(name="model", live=on(*names))])
@@ -80,9 +80,9 @@ def test_the_thread_that_writes_has_the_device_of_its_rank(tmp_path: Path, monke
     entries = [Entry(name="model", live=torch.nn.Linear(2, 2))]
     for device in (torch.device("cpu"), SECOND):
         checkpointer = Checkpointer(
-            tmp_path / str(device), RankGroup.alone(), Place(), attempt=1, keep=1, device=device
+            tmp_path / str(device), RankGroup.alone(), RankPosition(), attempt=1, keep=1, device=device
         )
-        checkpointer.write(checkpointer.stage(1, entries, {}), wait=True)
+        checkpointer.write(checkpointer.copy_to_host(1, entries, {}), wait=True)
         checkpointer.close()
     assert seen == [("jobkit-checkpoint_0", SECOND)]
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from jobkit.loop.checkpoint_interval import FIRST_SECONDS, PRIOR_SECONDS, AutoInterval, Clock, History
-from jobkit.run.records import Ended
+from jobkit.run.records import AttemptEnded
 
 
 def test_a_number_is_of_steps_and_a_text_is_a_time() -> None:
@@ -29,8 +29,8 @@ def test_time_counts_from_the_last_save() -> None:
 
 
 def test_deaths_shorten_the_interval_and_stops_do_not() -> None:
-    def ended(cause: str) -> tuple[float, Ended]:
-        return 0.0, Ended(attempt=1, cause=cause, next="in_place", time=3600.0)  # type: ignore[arg-type]
+    def ended(cause: str) -> tuple[float, AttemptEnded]:
+        return 0.0, AttemptEnded(attempt=1, cause=cause, next="in_place", time=3600.0)  # type: ignore[arg-type]
 
     calm, deadly = History.of([ended("preempted")] * 3), History.of([ended("killed")] * 3)
     assert calm.seconds_between_deaths == PRIOR_SECONDS + 3 * 3600

@@ -10,7 +10,7 @@ import torch
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from jobkit.loop.code_options import Given, merged
+from jobkit.loop.code_options import CodeOptions, merged
 from jobkit.schedule import cosine
 
 
@@ -37,10 +37,12 @@ def test_what_is_given_otherwise_holds(saved: Any, then: Any, now: Any, goes_on:
 Make = Callable[[torch.optim.Optimizer], LRScheduler]
 
 
-def trained(lr: float, make: Make, steps: int, **options: Any) -> tuple[torch.optim.Optimizer, LRScheduler, Given]:
+def trained(
+    lr: float, make: Make, steps: int, **options: Any
+) -> tuple[torch.optim.Optimizer, LRScheduler, CodeOptions]:
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=lr, **options)
     schedule = make(optimizer)
-    given = Given()
+    given = CodeOptions()
     given.note("optimizer", optimizer)
     given.note("schedule", schedule)
     for _ in range(steps):
@@ -115,7 +117,7 @@ def test_without_a_change_no_bit_differs(name: str) -> None:
 
 
 def test_a_schedule_that_is_made_after_the_restore_has_the_new_rate() -> None:
-    given_then, given = Given(), Given()
+    given_then, given = CodeOptions(), CodeOptions()
     before = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.3)
     given_then.note("optimizer", before)
     old = lr_scheduler.ExponentialLR(before, 0.5)
@@ -146,7 +148,7 @@ def test_a_continued_run_keeps_what_its_first_attempt_gave() -> None:
 
 def test_an_option_that_a_checkpoint_replaces_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     optimizers = [torch.optim.SGD([torch.zeros(1)], lr=lr, foreach=lr > 0.1) for lr in (0.1, 0.2)]
-    before, now = Given(), Given()
+    before, now = CodeOptions(), CodeOptions()
     before.note("optimizer", optimizers[0])
     now.note("optimizer", optimizers[1])
     for _ in range(2):

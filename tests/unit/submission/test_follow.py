@@ -15,11 +15,22 @@ import pytest
 from jobkit.display import Display
 from jobkit.run import records
 from jobkit.run.journal import Journal
-from jobkit.run.records import Began, Cancelled, Cause, Ended, Event, Finished, Lease, Next, Progress, Submitted
+from jobkit.run.records import (
+    AttemptBegan,
+    AttemptEnded,
+    Cancelled,
+    Cause,
+    Event,
+    Finished,
+    Lease,
+    Next,
+    Progress,
+    Submitted,
+)
 from jobkit.run.rundir import RunDir
 from jobkit.run.tail import Tail
 from jobkit.run.view import view
-from jobkit.submission.follow import Follower, Stop, ended
+from jobkit.submission.follow import Follower, LocalStopper, ended
 from jobkit.submission.signals import Signals
 
 TOKEN = "jobkit:toy-12345678:1:abcdef"
@@ -41,14 +52,16 @@ def append(run: RunDir, *events: Event) -> None:
 
 
 def begin(run: RunDir, attempt: int = 1, token: str = TOKEN) -> None:
-    append(run, Began(attempt=attempt, token=token, job_id="local-host-1"))
+    append(run, AttemptBegan(attempt=attempt, token=token, job_id="local-host-1"))
     run.logs(attempt).mkdir(parents=True)
 
 
 def end(run: RunDir, cause: Cause, after: Next, error: str | None = None, attempt: int = 1) -> None:
     append(
         run,
-        Ended(attempt=attempt, cause=cause, next=after, error=error, traceback="Traceback: here" if error else None),
+        AttemptEnded(
+            attempt=attempt, cause=cause, next=after, error=error, traceback="Traceback: here" if error else None
+        ),
     )
 
 
@@ -131,10 +144,10 @@ def test_a_long_validation_is_said(capsys: pytest.CaptureFixture[str], monkeypat
 
 
 ENDS: list[tuple[list[Event], int]] = [
-    ([Ended(attempt=1, cause="finished", next="stop"), Finished(result={"loss": 1.0})], 0),
-    ([Ended(attempt=1, cause="crashed", next="fail", error="ValueError: x", rank=3)], 1),
-    ([Ended(attempt=1, cause="stopped", next="stop")], 75),
-    ([Ended(attempt=1, cause="cancelled", next="stop"), Cancelled()], 75),
+    ([AttemptEnded(attempt=1, cause="finished", next="stop"), Finished(result={"loss": 1.0})], 0),
+    ([AttemptEnded(attempt=1, cause="crashed", next="fail", error="ValueError: x", rank=3)], 1),
+    ([AttemptEnded(attempt=1, cause="stopped", next="stop")], 75),
+    ([AttemptEnded(attempt=1, cause="cancelled", next="stop"), Cancelled()], 75),
     ([], 75),  # its job is gone
 ]
 
@@ -163,7 +176,7 @@ def job() -> Iterator[subprocess.Popen[bytes]]:
 
 def test_signals_become_requests_for_the_attempt_that_runs(run: RunDir, job: subprocess.Popen[bytes]) -> None:
     begin(run)
-    stop = Stop(run, job, Display("toy"))
+    stop = LocalStopper(run, job, Display("toy"))
     stop.ask(Journal(run).status, kills=False)
     request = run.request("stop")
     assert request is not None
@@ -185,14 +198,14 @@ def test_without_an_attempt_the_job_itself_ends(
 ) -> None:
     if has_lease:
         records.write(run.lease_file, Lease(attempt=0, writer="w", token=TOKEN, job_id="x", pid=job.pid))
-    Stop(run, job, Display("toy")).ask(Journal(run).status, kills=kills)
+    LocalStopper(run, job, Display("toy")).ask(Journal(run).status, kills=kills)
     assert job.wait() == -(signal.SIGKILL if kills else signal.SIGTERM)
 
 
 def test_a_supervisor_without_an_attempt_is_asked_alone(run: RunDir, job: subprocess.Popen[bytes]) -> None:
     supervisor = subprocess.Popen(["sleep", "600"], start_new_session=True)
     records.write(run.lease_file, Lease(attempt=0, writer="w", token=TOKEN, job_id="x", pid=supervisor.pid))
-    Stop(run, job, Display("toy")).ask(Journal(run).status, kills=False)
+    LocalStopper(run, job, Display("toy")).ask(Journal(run).status, kills=False)
     assert supervisor.wait() == -signal.SIGTERM
     assert job.poll() is None
 

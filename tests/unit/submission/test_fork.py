@@ -16,7 +16,7 @@ from jobkit.config.load import load
 from jobkit.errors import InputError
 from jobkit.run import records, snapshot
 from jobkit.run.journal import Journal, read_status
-from jobkit.run.records import End, Start
+from jobkit.run.records import Origin, RankReport
 from jobkit.run.rundir import RunDir
 from jobkit.run.view import view, views
 from jobkit.submission.fork import Fork
@@ -212,7 +212,7 @@ def test_a_run_under_way_neither_goes_back_nor_away(runs: Path) -> None:
     assert (runs / TOY).exists()
     # Its job is gone. What ranks have left of their end shall not finish the run that goes back.
     run.ends_folder(1).mkdir(parents=True)
-    records.write(run.end_file(1, 0), End(rank=0, attempt=1, kind="finished", time=1.0))
+    records.write(run.end_file(1, 0), RankReport(rank=0, attempt=1, kind="finished", time=1.0))
     rewind(run, 10)
     assert (view(run).state, run.ends(1)) == ("interrupted", [])
 
@@ -271,6 +271,6 @@ def test_bytes_in_words() -> None:
 
 
 def test_the_start_says_which_checkpoint_is_the_others() -> None:
-    assert Start(run=TOY, path="", step=10).begins(10)
-    assert not Start(run=TOY, path="", step=10).begins(20)
-    assert not Start(run=TOY, path="", step=10, weights_only=True).begins(10)
+    assert Origin(run=TOY, path="", step=10).begins(10)
+    assert not Origin(run=TOY, path="", step=10).begins(20)
+    assert not Origin(run=TOY, path="", step=10, weights_only=True).begins(10)

@@ -18,7 +18,7 @@ from jobkit.cli.main import main
 from jobkit.config.load import load, read_resolved, read_source
 from jobkit.errors import InputError, SchedulerError, SchedulerTimeout
 from jobkit.run.journal import Journal, events
-from jobkit.run.records import Began, Cancelled, Ended, Finished, Refused, Submitted
+from jobkit.run.records import AttemptBegan, AttemptEnded, Cancelled, Finished, Refused, Submitted
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Status
 from jobkit.run.view import views
@@ -130,8 +130,8 @@ def status_of(run: RunDir) -> Status:
 def end(run: RunDir, *, finished: bool = False) -> None:
     """Let the run's job have done an attempt, and be gone."""
     journal = Journal(run)
-    journal.append(Began(attempt=1, token=str(journal.status.token), job_id="17"))
-    journal.append(Ended(attempt=1, cause="finished" if finished else "stopped", next="stop"))
+    journal.append(AttemptBegan(attempt=1, token=str(journal.status.token), job_id="17"))
+    journal.append(AttemptEnded(attempt=1, cause="finished" if finished else "stopped", next="stop"))
     if finished:
         journal.append(Finished(result={"loss": 1.0}))
 

@@ -15,22 +15,22 @@ from jobkit.run.journal import Journal
 from jobkit.run.rundir import RunDir
 from jobkit.supervisor import agents as module
 from jobkit.supervisor.agents import Agents, Lost
-from jobkit.supervisor.allocation import Allocation, Look
-from jobkit.supervisor.lease import Me, Tenure
+from jobkit.supervisor.allocation import Allocation, SchedulerReport
+from jobkit.supervisor.lease import HeldLease, ThisJob
 from jobkit.supervisor.starter import READY_SECONDS, Starter
 from jobkit.wire.messages import (
     Ack,
-    Exited,
     Hello,
     Leave,
     Lines,
     Message,
     NotReady,
+    RankExited,
     RankPlace,
     Ready,
     Signal,
     Signalled,
-    Start,
+    StartRanks,
     Welcome,
     encode,
 )
@@ -161,7 +161,7 @@ def test_connections_without_a_word_keep_nobody_out(agents: Agents, run: RunDir)
 
 def test_exits_are_acknowledged_once_they_are_in_the_journal(agents: Agents, run: RunDir, clock: Clock) -> None:
     caller = call(agents, run, attempt=3, alive=[0, 1])
-    died = Exited(serial=1, attempt=3, rank=1, code=-9)
+    died = RankExited(serial=1, attempt=3, rank=1, code=-9)
     signalled = Signalled(serial=2, attempt=3, signal="TERM")
     caller.say(died, signalled)
     assert news_of(agents, 2) == [("node1", died), ("node1", signalled)]
@@ -252,7 +252,9 @@ def test_an_agent_that_starts_ranks_is_not_ready_for_others(agents: Agents, run:
     agent = agents.by_node["node1"]
     assert agent.is_ready
     agent.pressed = 4  # of the attempt before
-    agents.send(agent, Start(attempt=1, ranks=PLACES, world_size=1, nodes=1, master_addr="127.0.0.1", master_port=4))
+    agents.send(
+        agent, StartRanks(attempt=1, ranks=PLACES, world_size=1, nodes=1, master_addr="127.0.0.1", master_port=4)
+    )
     assert not agent.is_ready and not agent.pressed
     assert agents.address_of("node1") == "127.0.0.1"
 
@@ -304,7 +306,7 @@ def test_silent_agents_are_given_up(
     run = make_run(tmp_path / "runs", "toy-11f5f19c", submitted("slurm"))
     config = Config(name="toy", task="m:f", resources=Resources(nodes=2))
 
-    tenure = Tenure(run=run, config=config, me=Me(job_id="7", token="t"), journal=Journal(run))
+    tenure = HeldLease(run=run, config=config, me=ThisJob(job_id="7", token="t"), journal=Journal(run))
     agents, allocation = Agents(run, "7", writer="w", host="127.0.0.1"), Nodes(run)
     allocation.given_up = {}
     starter = Starter(tenure, allocation, agents)
@@ -312,10 +314,10 @@ def test_silent_agents_are_given_up(
     if is_first_ready:
         callers["node1"].say(Ready(port=4))
         news_of(agents)
-    assert starter.ready(Look(asked=0.0)) == []
+    assert starter.ready(SchedulerReport(asked_at=0.0)) == []
     for agent, seconds in zip(agents.by_node.values(), silences, strict=True):
         agent.silent_seconds = seconds
-    assert starter.ready(Look(asked=0.0)) == []
+    assert starter.ready(SchedulerReport(asked_at=0.0)) == []
     assert set(allocation.given_up) == given_up == set(callers) - set(agents.by_node)
     assert all("do not end" in why for why in allocation.given_up.values())
     agents.close()

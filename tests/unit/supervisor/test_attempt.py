@@ -20,20 +20,20 @@ from jobkit import start
 from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, LostLease
 from jobkit.run import records
 from jobkit.run.journal import Journal, events, read_status
-from jobkit.run.records import Cancelled, End, Ended, Progress, Refused, Request, Submitted
+from jobkit.run.records import AttemptEnded, Cancelled, Progress, RankReport, Refused, Request, Submitted
 from jobkit.run.rundir import RunDir
 from jobkit.slurm.jobs import Job
 from jobkit.supervisor.attempt import EXIT_RUN_FAILED, begin, close, pause, rescue, take_over, unsaved_step
 from jobkit.supervisor.closing import Unsaved
 from jobkit.supervisor.diagnosis import Facts, LostNode
-from jobkit.supervisor.lease import Me, NotRunnable, Tenure
-from jobkit.supervisor.retry import PAUSES, Room
-from jobkit.wire.messages import Exited
+from jobkit.supervisor.lease import HeldLease, NotRunnable, ThisJob
+from jobkit.supervisor.retry import PAUSES, RestartOptions
+from jobkit.wire.messages import RankExited
 
-HERE = Room(in_place=lambda without: True)
-QUEUE = Room(requeue="requeue")
-KILLED = Facts(exits=[(Exited(serial=1, attempt=1, rank=0, code=-9, step=7), "node1")])
-FINISHED = Facts(exits=[(Exited(serial=1, attempt=1, rank=0, code=0, step=9), "node1")])
+HERE = RestartOptions(in_place=lambda without: True)
+QUEUE = RestartOptions(requeue="requeue")
+KILLED = Facts(exits=[(RankExited(serial=1, attempt=1, rank=0, code=-9, step=7), "node1")])
+FINISHED = Facts(exits=[(RankExited(serial=1, attempt=1, rank=0, code=0, step=9), "node1")])
 
 
 @pytest.fixture(autouse=True)
@@ -57,15 +57,15 @@ def submit(run: RunDir, number: int, by: Any = "person") -> None:
     Journal(run).append(Submitted(token=f"t{number}", number=number, scheduler="slurm", by=by))
 
 
-def me(token: str = "t1", job_id: str = "7", restart: int = 0, job: Job | None = None) -> Me:
-    return Me(job_id=job_id, token=token, restart=restart, node="node1", job=job)
+def me(token: str = "t1", job_id: str = "7", restart: int = 0, job: Job | None = None) -> ThisJob:
+    return ThisJob(job_id=job_id, token=token, restart=restart, node="node1", job=job)
 
 
 def slurm(state: str = "RUNNING", *, restarts: int = 0, end: float | None = 1e12, **more: Any) -> Job:
     return Job("7", state, more.pop("reason", "None"), 1.0, end, "node1", "debug", "t1", restarts, **more)
 
 
-def started(run: RunDir, job: Me | None = None) -> Tenure:
+def started(run: RunDir, job: ThisJob | None = None) -> HeldLease:
     tenure = take_over(run, job or me())
     begin(tenure, ["node1"], 1)
     return tenure
@@ -75,7 +75,7 @@ def kinds(run: RunDir) -> list[str]:
     return [event.kind for event in events(run)]
 
 
-def last_end(run: RunDir) -> Ended:
+def last_end(run: RunDir) -> AttemptEnded:
     attempt = read_status(run).attempt
     assert attempt is not None and attempt.ended is not None
     return attempt.ended
@@ -92,7 +92,8 @@ def ask_for(run: RunDir, kind: Any, submission: int = 1, attempt: int = 1) -> No
 def test_a_snapshot_counts_once_all_ranks_have_completed_it(run: RunDir, steps: tuple[Any, ...], newest: Any) -> None:
     """The pages of the ranks say it, and no report, which lags by half a second or a step."""
     exits = [
-        Exited(serial=rank, attempt=1, rank=rank, code=1, step=41, snapshot_step=at) for rank, at in enumerate(steps)
+        RankExited(serial=rank, attempt=1, rank=rank, code=1, step=41, snapshot_step=at)
+        for rank, at in enumerate(steps)
     ]
     tenure = started(run)
     close(tenure, Facts(exits=[(exited, "node1") for exited in exits]), HERE)
@@ -101,7 +102,7 @@ def test_a_snapshot_counts_once_all_ranks_have_completed_it(run: RunDir, steps: 
 
 def test_no_end_is_journalled_before_the_newest_snapshot_is_saved(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """A command, or the next submission, would count on the checkpoint before. What follows in place has the memory."""
-    killed = Exited(serial=1, attempt=1, rank=0, code=-9, step=41, snapshot_step=40)
+    killed = RankExited(serial=1, attempt=1, rank=0, code=-9, step=41, snapshot_step=40)
     facts = Facts(exits=[(killed, "node1")])
     tenure = started(run)
     with pytest.raises(Unsaved):
@@ -138,7 +139,9 @@ def test_attempts_begin_and_end_until_the_run_is_finished(run: RunDir) -> None:
 
     assert begin(tenure, ["node1"], 1) == 2
     records.write(run.progress_file, Progress(attempt=2, time=6.0, step=8, first_step=4))
-    records.write(run.end_file(2, 0), End(rank=0, attempt=2, kind="finished", time=7.0, step=9, result={"loss": 0.5}))
+    records.write(
+        run.end_file(2, 0), RankReport(rank=0, attempt=2, kind="finished", time=7.0, step=9, result={"loss": 0.5})
+    )
     assert close(tenure, Facts(), HERE).action == "stop"
     assert close(tenure, Facts(), HERE).action == "stop", "harmless to call twice"
     status = read_status(run)
@@ -170,7 +173,7 @@ def test_a_killed_supervisor_changes_nothing_about_the_next_attempt(
 
 def test_a_requeue_is_journalled_before_it_is_asked_for_and_found_by_the_next_supervisor(run: RunDir) -> None:
     tenure = started(run)
-    assert close(tenure, Facts(word="preempted"), QUEUE).action == "requeue"
+    assert close(tenure, Facts(slurm_cause="preempted"), QUEUE).action == "requeue"
     assert kinds(run)[-1] == "requeued" and read_status(run).state == "queued"
     decision = take_over(run, me(job=slurm("COMPLETING", end=None))).decision
     assert decision is not None and decision.action == "requeue", "killed before it had asked for it"
@@ -179,7 +182,9 @@ def test_a_requeue_is_journalled_before_it_is_asked_for_and_found_by_the_next_su
 
 
 def test_a_successor_that_was_not_submitted_is_found_by_the_next_supervisor_of_the_same_job(run: RunDir) -> None:
-    assert close(started(run), Facts(word="preempted"), Room(requeue="successor")).action == "successor"
+    assert (
+        close(started(run), Facts(slurm_cause="preempted"), RestartOptions(requeue="successor")).action == "successor"
+    )
     submit(run, 2, by="supervisor")
     decision = take_over(run, me()).decision
     assert decision is not None and decision.action == "successor"
@@ -192,7 +197,7 @@ def test_a_successor_that_was_not_submitted_is_found_by_the_next_supervisor_of_t
 
 def test_a_run_that_has_failed_is_left_alone_until_it_is_submitted_again(run: RunDir) -> None:
     tenure = started(run)
-    records.write(run.end_file(1, 0), End(rank=0, attempt=1, kind="failed", time=1.0, error="no", final=True))
+    records.write(run.end_file(1, 0), RankReport(rank=0, attempt=1, kind="failed", time=1.0, error="no", final=True))
     assert close(tenure, Facts(), HERE).action == "fail"
     with pytest.raises(NotRunnable) as refusal:
         take_over(run, me())
@@ -203,7 +208,7 @@ def test_a_run_that_has_failed_is_left_alone_until_it_is_submitted_again(run: Ru
 
 def test_a_submission_of_a_person_begins_the_counts_of_retry_anew(run: RunDir) -> None:
     run.config_file.write_text("name: toy\ntask: toy:train\nretry: {time_limit: 2}\n")
-    tenure, timeout = started(run), Facts(word="timeout")
+    tenure, timeout = started(run), Facts(slurm_cause="timeout")
     assert close(tenure, timeout, QUEUE).action == "requeue"
     tenure = started(run, me(restart=1))
     assert close(tenure, timeout, QUEUE).action == "fail"
@@ -243,7 +248,7 @@ def _race(path: str, barrier: Any, wins: Any) -> None:
     run = RunDir(path)
     barrier.wait()
     try:
-        tenure = take_over(run, Me(job_id=str(os.getpid()), token="t1"))
+        tenure = take_over(run, ThisJob(job_id=str(os.getpid()), token="t1"))
         begin(tenure, [], 1)
         wins.put(os.getpid())
     except (NotRunnable, LostLease, AssertionError):
@@ -443,7 +448,7 @@ def test_an_agent_rescues_nothing_from_a_supervisor_that_lives_or_a_job_that_is_
 
 def test_an_agent_carries_out_what_its_supervisor_had_decided(run: RunDir) -> None:
     tenure = started(run)
-    close(tenure, Facts(word="preempted"), QUEUE)
+    close(tenure, Facts(slurm_cause="preempted"), QUEUE)
     rescued = rescue(run, me(job=slurm()), tenure.writer)
     assert rescued is not None and rescued.decision is not None and rescued.decision.action == "requeue"
     assert kinds(run).count("attempt ended") == 1
@@ -462,7 +467,7 @@ def test_an_agent_rescues_a_run_between_two_attempts(run: RunDir) -> None:
 def test_an_agent_rescues_a_run_whose_attempt_has_not_begun(run: RunDir, restart: int) -> None:
     """The batch node dies during the imports."""
     if restart:
-        close(started(run), Facts(word="preempted"), QUEUE)
+        close(started(run), Facts(slurm_cause="preempted"), QUEUE)
     tenure = take_over(run, me(restart=restart, job=slurm(restarts=restart)))
     rescued = rescue(run, me(restart=restart, job=slurm(restarts=restart)), tenure.writer, dead_node="node1")
     assert rescued is not None and rescued.decision is not None and rescued.decision.action == "requeue"
@@ -560,7 +565,7 @@ def test_a_report_of_the_attempt_before_is_not_this_ones(run: RunDir) -> None:
     records.write(run.progress_file, Progress(attempt=1, time=5.0, step=6, first_step=0))
     close(tenure, KILLED, HERE)
     begin(tenure, ["node1"], 1)
-    close(tenure, Facts(exits=[(Exited(serial=2, attempt=2, rank=0, code=-9, step=-1), "node1")]), HERE)
+    close(tenure, Facts(exits=[(RankExited(serial=2, attempt=2, rank=0, code=-9, step=-1), "node1")]), HERE)
     assert (last_end(run).first_step, last_end(run).last_step) == (None, None)
 
 

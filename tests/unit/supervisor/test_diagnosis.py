@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import pytest
 
-from jobkit.run.records import Began, Cause, End
+from jobkit.run.records import AttemptBegan, Cause, RankReport
 from jobkit.supervisor.diagnosis import Facts, FailedSetup, LostNode, Traces, Verdict, diagnose, is_failure, last_words
-from jobkit.wire.messages import Exited, Silent
+from jobkit.wire.messages import RankExited, Silent
 
 GIB = 2**30
 
@@ -20,20 +20,22 @@ def node_of(rank: int) -> str:
     return f"n{1 + rank // 2}"
 
 
-def exits(*codes: tuple[int, int], **facts: Any) -> list[tuple[Exited, str]]:
+def exits(*codes: tuple[int, int], **facts: Any) -> list[tuple[RankExited, str]]:
     """Exits of (rank, code), in order of arrival."""
     return [
-        (Exited(serial=number, attempt=2, rank=rank, code=code, **facts), node_of(rank))
+        (RankExited(serial=number, attempt=2, rank=rank, code=code, **facts), node_of(rank))
         for number, (rank, code) in enumerate(codes)
     ]
 
 
-def failed(rank: int, error: str = "ValueError: no", *, seen: Sequence[int] = (), **facts: Any) -> End:
+def failed(rank: int, error: str = "ValueError: no", *, seen: Sequence[int] = (), **facts: Any) -> RankReport:
     return end(rank, "failed", **{"error": error, "signature": error, "seen": list(seen), **facts})
 
 
-def end(rank: int, kind: Literal["finished", "stopped", "failed"] = "finished", **facts: Any) -> End:
-    return End(**{"rank": rank, "attempt": 2, "kind": kind, "time": 100.0 - rank, "node": node_of(rank), **facts})
+def end(rank: int, kind: Literal["finished", "stopped", "failed"] = "finished", **facts: Any) -> RankReport:
+    return RankReport(
+        **{"rank": rank, "attempt": 2, "kind": kind, "time": 100.0 - rank, "node": node_of(rank), **facts}
+    )
 
 
 CLOSED = "RuntimeError: Connection closed by peer"
@@ -45,13 +47,13 @@ SETUP = FailedSetup(node="n1", words="module load x")
 SILENT = (Silent(attempt=2, rank=3, seconds=9.0, step=7), "n2")
 
 
-def verdict(facts: Facts, ends: Sequence[End] = (), *, command: bool = False, **traces: Any) -> Verdict:
-    began = Began(attempt=2, token="t", job_id="7", nodes=["n1", "n2"], ranks=4)
+def verdict(facts: Facts, ends: Sequence[RankReport] = (), *, command: bool = False, **traces: Any) -> Verdict:
+    began = AttemptBegan(attempt=2, token="t", job_id="7", nodes=["n1", "n2"], ranks=4)
     return diagnose(facts, Traces(ends=ends, **traces), began, command=command)
 
 
 # (what happened, what the supervisor saw, what the ranks left) -> (cause, rank, node)
-DIAGNOSES: list[tuple[str, Facts, Sequence[End], tuple[Cause, int | None, str | None]]] = [
+DIAGNOSES: list[tuple[str, Facts, Sequence[RankReport], tuple[Cause, int | None, str | None]]] = [
     ("a setup line", Facts(failed_setup=SETUP), [], ("setup", None, "n1")),
     # Finished
     ("all say so", Facts(), ALL_FINISHED, ("finished", None, None)),
@@ -59,7 +61,7 @@ DIAGNOSES: list[tuple[str, Facts, Sequence[End], tuple[Cause, int | None, str | 
     ("something called exit(0) in a step", Facts(exits=exits((1, 0), in_step=True)), [], ("crashed", 1, "n1")),
     ("some say so, some exit", Facts(exits=exits((0, 0), (1, 0))), ALL_FINISHED[2:], ("finished", None, None)),
     ("a crash after the end", Facts(exits=exits((1, -11))), ALL_FINISHED, ("finished", None, None)),
-    ("finished in spite of a scancel", Facts(word="cancelled"), ALL_FINISHED, ("finished", None, None)),
+    ("finished in spite of a scancel", Facts(slurm_cause="cancelled"), ALL_FINISHED, ("finished", None, None)),
     ("one did not finish", Facts(exits=exits((3, -9))), ALL_FINISHED[:3], ("killed", 3, "n2")),
     # The first by arrival
     ("a kill", Facts(exits=DEAD_1, reported=frozenset()), [failed(0, CLOSED)], ("killed", 1, "n1")),
@@ -128,17 +130,37 @@ DIAGNOSES: list[tuple[str, Facts, Sequence[End], tuple[Cause, int | None, str | 
         [],
         ("node_failure", None, "n2"),
     ),
-    ("Slurm calls it a preemption", Facts(lost_nodes=LOST, word="preempted"), [], ("node_failure", None, "n2")),
+    ("Slurm calls it a preemption", Facts(lost_nodes=LOST, slurm_cause="preempted"), [], ("node_failure", None, "n2")),
     ("nothing could be started", Facts(launch_error="srun: error"), [], ("node_failure", None, None)),
     # Slurm's word, and our own doing
-    ("preempted", Facts(word="preempted", exits=DEAD_1), [failed(0)], ("preempted", None, None)),
-    ("the batch script died", Facts(word="killed"), [], ("killed", None, None)),
-    ("cancelled, which nothing revives", Facts(word="cancelled", lost_nodes=LOST), [], ("cancelled", None, None)),
-    ("our time limit", Facts(asked=("timeout", ""), exits=DEAD_1), [failed(0)], ("timeout", None, None)),
-    ("a scancel during our stop", Facts(asked=("timeout", ""), word="cancelled"), [], ("cancelled", None, None)),
-    ("the agents' step died", Facts(asked=("killed", "all agents"), word="timeout"), [], ("timeout", None, None)),
-    ("a hang", Facts(asked=("hang", "no beat"), silent=SILENT, exits=exits((0, -9))), [], ("hang", 3, "n2")),
-    ("a hang of ranks that wait for one that failed", Facts(asked=("hang", "")), [failed(3)], ("crashed", 3, "n2")),
+    ("preempted", Facts(slurm_cause="preempted", exits=DEAD_1), [failed(0)], ("preempted", None, None)),
+    ("the batch script died", Facts(slurm_cause="killed"), [], ("killed", None, None)),
+    (
+        "cancelled, which nothing revives",
+        Facts(slurm_cause="cancelled", lost_nodes=LOST),
+        [],
+        ("cancelled", None, None),
+    ),
+    ("our time limit", Facts(stop_reason=("timeout", ""), exits=DEAD_1), [failed(0)], ("timeout", None, None)),
+    (
+        "a scancel during our stop",
+        Facts(stop_reason=("timeout", ""), slurm_cause="cancelled"),
+        [],
+        ("cancelled", None, None),
+    ),
+    (
+        "the agents' step died",
+        Facts(stop_reason=("killed", "all agents"), slurm_cause="timeout"),
+        [],
+        ("timeout", None, None),
+    ),
+    ("a hang", Facts(stop_reason=("hang", "no beat"), silent=SILENT, exits=exits((0, -9))), [], ("hang", 3, "n2")),
+    (
+        "a hang of ranks that wait for one that failed",
+        Facts(stop_reason=("hang", "")),
+        [failed(3)],
+        ("crashed", 3, "n2"),
+    ),
     # Stops that nobody explains
     ("a signal to a rank", Facts(exits=exits((0, 75), (1, 75))), ALL_STOPPED, ("unknown", None, None)),
     ("a signal while Slurm is silent", Facts(signalled=True, exits=exits((0, 75))), [], ("unknown", None, None)),
@@ -161,20 +183,20 @@ def test_of_a_log_only_the_bytes_of_a_setup_line_count(tmp_path: Path) -> None:
 
 
 def test_a_setup_line_that_a_signal_of_slurm_ends_is_not_to_blame() -> None:
-    assert verdict(Facts(failed_setup=SETUP, word="preempted")).cause == "preempted"
+    assert verdict(Facts(failed_setup=SETUP, slurm_cause="preempted")).cause == "preempted"
 
 
 @pytest.mark.parametrize(
     ("facts", "ends", "expected"), [row[1:] for row in DIAGNOSES], ids=[row[0] for row in DIAGNOSES]
 )
 def test_the_first_cause_by_arrival_counts(
-    facts: Facts, ends: Sequence[End], expected: tuple[Cause, int | None, str | None]
+    facts: Facts, ends: Sequence[RankReport], expected: tuple[Cause, int | None, str | None]
 ) -> None:
     cause = verdict(facts, ends)
     assert (cause.cause, cause.rank, cause.node) == expected
 
 
-COMMANDS: list[tuple[str, Facts, Sequence[End], Cause]] = [
+COMMANDS: list[tuple[str, Facts, Sequence[RankReport], Cause]] = [
     ("all exit with 0", Facts(exits=exits((0, 0), (1, 0), (2, 0), (3, 0))), [], "finished"),
     (
         "all, one before ctx.finish",
@@ -183,10 +205,15 @@ COMMANDS: list[tuple[str, Facts, Sequence[End], Cause]] = [
         "crashed",
     ),
     ("all in a step", Facts(exits=exits((0, 0), (1, 0), (2, 0), (3, 0), in_step=True)), [], "crashed"),
-    ("after a stop", Facts(exits=exits((0, 0), (1, 0), (2, 0), (3, 0)), asked=("timeout", "")), [], "timeout"),
-    ("after Slurm's", Facts(exits=exits((0, 0), (1, 0), (2, 0), (3, 0)), word="preempted"), [], "preempted"),
+    ("after a stop", Facts(exits=exits((0, 0), (1, 0), (2, 0), (3, 0)), stop_reason=("timeout", "")), [], "timeout"),
+    ("after Slurm's", Facts(exits=exits((0, 0), (1, 0), (2, 0), (3, 0)), slurm_cause="preempted"), [], "preempted"),
     ("after a signal", Facts(exits=exits((0, 0), (1, 0), (2, 0), (3, 0)), signalled=True), [], "unknown"),
-    ("a stop after which jobkit.init says that it finished", Facts(asked=("timeout", "")), ALL_FINISHED, "finished"),
+    (
+        "a stop after which jobkit.init says that it finished",
+        Facts(stop_reason=("timeout", "")),
+        ALL_FINISHED,
+        "finished",
+    ),
     ("a shell that died of the signal", Facts(exits=exits((0, 143)), signalled=True), [], "unknown"),
     ("a program's own 75", Facts(exits=exits((0, 75))), [], "unknown"),
     ("an exit code", Facts(exits=exits((0, 3))), [], "crashed"),
@@ -194,7 +221,7 @@ COMMANDS: list[tuple[str, Facts, Sequence[End], Cause]] = [
 
 
 @pytest.mark.parametrize(("facts", "ends", "cause"), [row[1:] for row in COMMANDS], ids=[row[0] for row in COMMANDS])
-def test_a_command_reports_by_its_exit_code(facts: Facts, ends: Sequence[End], cause: Cause) -> None:
+def test_a_command_reports_by_its_exit_code(facts: Facts, ends: Sequence[RankReport], cause: Cause) -> None:
     assert verdict(facts, ends, command=True).cause == cause
 
 
@@ -218,19 +245,19 @@ def test_the_end_of_a_rank_says_where_and_why() -> None:
         ([failed(0, signature="RuntimeError"), failed(2, CLOSED, signature="RuntimeError", seen=[0])], False),
     ],
 )
-def test_an_error_of_all_nodes_is_no_nodes_fault(ends: Sequence[End], everywhere: bool) -> None:
+def test_an_error_of_all_nodes_is_no_nodes_fault(ends: Sequence[RankReport], everywhere: bool) -> None:
     found = verdict(Facts(exits=exits((ends[0].rank, 1))), ends)
     assert (found.everywhere, found.alone) == (everywhere, not everywhere)
 
 
 def test_on_one_node_an_error_is_everywhere() -> None:
     for nodes in ([], ["n1"]):
-        began = Began(attempt=2, token="t", job_id="7", ranks=2, nodes=nodes)
+        began = AttemptBegan(attempt=2, token="t", job_id="7", ranks=2, nodes=nodes)
         assert diagnose(Facts(exits=exits((0, 1))), Traces(ends=[failed(0)]), began).everywhere
 
 
 HARDWARE = failed(1, "AcceleratorError: ECC", nature="hardware", step=7)
-EVIDENCE: list[tuple[str, Facts, Sequence[End], str | None, str | None, bool]] = [
+EVIDENCE: list[tuple[str, Facts, Sequence[RankReport], str | None, str | None, bool]] = [
     ("an exception", Facts(exits=exits((1, 1))), [failed(1)], "ValueError: no", None, True),
     ("a device's own word", Facts(exits=exits((1, 1))), [HARDWARE], "AcceleratorError: ECC", "its device failed", True),
     ("a fault of memory", Facts(exits=exits((1, -7))), [], "SIGBUS of rank 1", "rank 1 died of SIGBUS", True),
@@ -239,7 +266,7 @@ EVIDENCE: list[tuple[str, Facts, Sequence[End], str | None, str | None, bool]] =
     ("an abort", Facts(exits=exits((1, -6))), [], None, None, True),
     ("memory", Facts(exits=exits((1, -9), out_of_memory=True)), [], "SIGKILL of rank 1", None, True),
     ("an exit", Facts(exits=exits((1, 7))), [], "exit code 7 of rank 1", None, True),
-    ("a hang", Facts(asked=("hang", ""), silent=SILENT), [], "hang", None, True),
+    ("a hang", Facts(stop_reason=("hang", ""), silent=SILENT), [], "hang", None, True),
     ("a lost node", Facts(lost_nodes=LOST), [], None, "no answer", False),
 ]
 
@@ -248,7 +275,7 @@ EVIDENCE: list[tuple[str, Facts, Sequence[End], str | None, str | None, bool]] =
     ("facts", "ends", "signature", "evidence", "alone"), [row[1:] for row in EVIDENCE], ids=[row[0] for row in EVIDENCE]
 )
 def test_what_makes_deaths_alike_and_what_speaks_against_a_node(
-    facts: Facts, ends: Sequence[End], signature: str | None, evidence: str | None, alone: bool
+    facts: Facts, ends: Sequence[RankReport], signature: str | None, evidence: str | None, alone: bool
 ) -> None:
     found = verdict(facts, ends)
     assert (found.signature, found.alone) == (signature, alone)
@@ -256,7 +283,9 @@ def test_what_makes_deaths_alike_and_what_speaks_against_a_node(
 
 
 def test_a_sick_device_is_the_cause_wherever_a_rank_failed_first() -> None:
-    sick = Exited(serial=9, attempt=2, rank=3, code=-9, device="cuda:0 on n2: row remap pending", device_is_sick=True)
+    sick = RankExited(
+        serial=9, attempt=2, rank=3, code=-9, device="cuda:0 on n2: row remap pending", device_is_sick=True
+    )
     found = verdict(Facts(exits=[*exits((1, 1)), (sick, "n2")]), [failed(1)])
     assert (found.node, found.nature, found.evidence) == ("n2", "hardware", sick.device)
     assert found.error == "rank 1: ValueError: no; cuda:0 on n2: row remap pending"
@@ -291,7 +320,7 @@ def test_memory_is_for_a_programmer_and_a_program_that_is_not_there_too() -> Non
     ],
 )
 def test_the_memory_that_was_used_is_named_where_it_may_be_the_reason(
-    facts: Facts, ends: Sequence[End], cause: Cause, words: str
+    facts: Facts, ends: Sequence[RankReport], cause: Cause, words: str
 ) -> None:
     found = verdict(facts, ends, peak_bytes=3 * GIB)
     assert found.cause == cause and words in str(found.error)
@@ -325,4 +354,4 @@ def test_the_last_words_are_few(tmp_path: Path) -> None:
 
 
 def test_a_hang_names_its_step() -> None:
-    assert verdict(Facts(asked=("hang", ""), silent=SILENT)).step == 7
+    assert verdict(Facts(stop_reason=("hang", ""), silent=SILENT)).step == 7

@@ -11,11 +11,11 @@ import pytest
 from jobkit.config.schema import Config, Resources
 from jobkit.errors import SchedulerError, SchedulerMissing, SchedulerTimeout
 from jobkit.run.journal import Journal
-from jobkit.run.records import Ended, Submitted
+from jobkit.run.records import AttemptEnded, Submitted
 from jobkit.run.rundir import RunDir
 from jobkit.slurm.jobs import Job
 from jobkit.supervisor import requeue
-from jobkit.supervisor.lease import Me
+from jobkit.supervisor.lease import ThisJob
 from jobkit.supervisor.retry import Decision
 
 NOW = 1000.0
@@ -78,7 +78,7 @@ def journal(tmp_path: Path) -> Journal:
 
 def start_again(journal: Journal, action: str, lost: tuple[str, ...] = (), later: float = 0.0) -> None:
     config = Config(name="toy", task="t:f", resources=Resources(nodes=2, spares=1))
-    me = Me(job_id="7", token="jobkit:toy:1:abc", job=JOB)
+    me = ThisJob(job_id="7", token="jobkit:toy:1:abc", job=JOB)
     decision = Decision(action=action, reason="", pause=later)  # type: ignore[arg-type]
     requeue.start_again(me, journal, config, decision, lost)
 
@@ -141,14 +141,14 @@ def test_a_cancel_takes_a_job_back_that_is_in_the_queue_again(slurm: Slurm, jour
 
 def test_excluded_nodes_follow_the_requeue_beside_the_users_own(slurm: Slurm, journal: Journal) -> None:
     slurm.job = replace(JOB, excluded="n9")
-    journal.append(Ended(attempt=1, cause="killed", next="requeue", avoid={"n2": 9e9}))
+    journal.append(AttemptEnded(attempt=1, cause="killed", next="requeue", avoid={"n2": 9e9}))
     start_again(journal, "requeue")
     assert slurm.said == ["requeue", "exclude n9,n2"]
 
 
 def test_nodes_are_not_excluded_where_the_job_would_wait_for_ever(slurm: Slurm, journal: Journal) -> None:
     slurm.errors = {"test-only": [SchedulerError("Requested node configuration is not available")]}
-    journal.append(Ended(attempt=1, cause="killed", next="requeue", avoid={"n2": 9e9}))
+    journal.append(AttemptEnded(attempt=1, cause="killed", next="requeue", avoid={"n2": 9e9}))
     start_again(journal, "requeue")
     assert slurm.said == ["requeue"]
 

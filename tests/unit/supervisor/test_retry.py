@@ -9,15 +9,15 @@ from typing import Any, get_args
 import pytest
 
 from jobkit.config.schema import UNLIMITED, RetryConfig
-from jobkit.run.records import Began, Cause, Ended
+from jobkit.run.records import AttemptBegan, AttemptEnded, Cause
 from jobkit.run.status import Attempt
-from jobkit.supervisor.retry import BUDGETS, PAUSES, Decision, Room, decide
+from jobkit.supervisor.retry import BUDGETS, PAUSES, Decision, RestartOptions, decide
 from jobkit.supervisor.tries import DEATHS, STAYS
 
 GRACEFUL = ("preempted", "timeout", "unknown", "stopped", "cancelled", "finished")
 """Ends at which a checkpoint of the last step is written."""
 
-QUEUE = Room(requeue="requeue")
+QUEUE = RestartOptions(requeue="requeue")
 """A job that gives its nodes back."""
 
 
@@ -45,8 +45,8 @@ def ended(
     return Attempt(
         number=1,
         submission=submission,
-        began=Began(attempt=1, token="t", job_id="7", nodes=list(nodes), time=began, how=how),
-        ended=Ended(
+        began=AttemptBegan(attempt=1, token="t", job_id="7", nodes=list(nodes), time=began, how=how),
+        ended=AttemptEnded(
             attempt=1,
             cause=cause,
             next="stop",
@@ -65,7 +65,7 @@ def numbered(attempts: Sequence[Attempt]) -> list[Attempt]:
     return [replace(attempt, number=number) for number, attempt in enumerate(attempts, 1)]
 
 
-def decision_after(attempts: Sequence[Attempt], retry: RetryConfig, room: Room, **options: Any) -> Decision:
+def decision_after(attempts: Sequence[Attempt], retry: RetryConfig, room: RestartOptions, **options: Any) -> Decision:
     return decide(numbered(attempts), retry, room, **options)
 
 
@@ -91,7 +91,7 @@ def at(step: int, first: int, **facts: Any) -> Attempt:
 
 def without_ranks(cause: Cause) -> Attempt:
     """An attempt that started no rank: the reason to stop came before."""
-    return replace(ended(cause, None), began=Began(attempt=1, token="t", job_id="7", ranks=0))
+    return replace(ended(cause, None), began=AttemptBegan(attempt=1, token="t", job_id="7", ranks=0))
 
 
 AT_START = ended("crashed", None, everywhere=True, signature=LINE)
@@ -174,7 +174,7 @@ def test_a_run_fails_only_where_a_person_must_act(attempts: Sequence[Attempt], a
 @pytest.mark.parametrize("cause", ["finished", "cancelled", "stopped", "disk"])
 @pytest.mark.parametrize("requeue", ["requeue", "successor", "none"])
 def test_a_person_decides_after_an_end_that_no_retry_mends(cause: Cause, requeue: Any) -> None:
-    room = Room(requeue=requeue, in_place=lambda without: True)
+    room = RestartOptions(requeue=requeue, in_place=lambda without: True)
     assert decide([ended(cause, 0, 5)], RetryConfig(preemption=UNLIMITED), room).action == "stop"
 
 
@@ -184,15 +184,15 @@ def test_a_setup_line_that_fails_is_tried_on_one_other_node() -> None:
     def failed(node: str | None) -> Attempt:
         return ended("setup", None, nodes=(), node=node, error="module load x (exit code 1)")
 
-    first = decide([failed("node1")], RetryConfig(), Room(requeue="requeue"))
+    first = decide([failed("node1")], RetryConfig(), RestartOptions(requeue="requeue"))
     assert (first.action, list(first.avoid)) == ("requeue", ["node1"])
     assert first.reason == "setup: module load x (exit code 1); one more try without node1"
     trained = [failed("node1"), ended("preempted", 0, 5, how="requeue"), failed("node2")]
-    assert decide(trained, RetryConfig(), Room(requeue="successor")).action == "successor"
+    assert decide(trained, RetryConfig(), RestartOptions(requeue="successor")).action == "successor"
     for attempts, room in (
-        ([failed("node1"), failed("node2")], Room(requeue="requeue")),
-        ([failed("node1")], Room(requeue="requeue", elsewhere=lambda without: "node1" not in without)),
-        ([failed(None)], Room(requeue="none", in_place=lambda without: True)),
+        ([failed("node1"), failed("node2")], RestartOptions(requeue="requeue")),
+        ([failed("node1")], RestartOptions(requeue="requeue", elsewhere=lambda without: "node1" not in without)),
+        ([failed(None)], RestartOptions(requeue="none", in_place=lambda without: True)),
     ):
         assert decide(attempts, RetryConfig(), room).action == "fail"
 
@@ -246,7 +246,7 @@ def minutes(*ends: float, cause: Cause = "crashed", **facts: Any) -> list[Attemp
     return [ended(cause, 5, 6, minute=minute, nodes=(), **facts) for minute in ends]
 
 
-HERE = Room(in_place=lambda without: True)
+HERE = RestartOptions(in_place=lambda without: True)
 PATIENCE = [
     ("59 minutes", RetryConfig(), minutes(0, 1, 2, 59), "in_place"),
     ("an hour", RetryConfig(), minutes(0, 1, 2, 60), "stop"),
@@ -306,7 +306,7 @@ def test_pauses_grow_with_the_tries_and_progress_begins_anew() -> None:
 
 
 def test_a_job_that_has_waited_for_ten_minutes_gives_its_nodes_back_once_its_state_is_on_the_disk() -> None:
-    def decided(room: Room, **facts: Any) -> tuple[str, bool]:
+    def decided(room: RestartOptions, **facts: Any) -> tuple[str, bool]:
         deaths = [*minutes(*range(0, 24, 3)), *minutes(24, **facts)]
         decision = decision_after(deaths, RetryConfig(), room)
         return decision.action, decision.pause > 0
@@ -356,7 +356,7 @@ def test_a_command_that_reports_nothing_waits_a_minute_before_its_third_try() ->
 
 def after(*attempts: Attempt, enough: bool = True, **room: Any) -> Decision:
     """The decision in a job that runs on, and has nodes enough or not."""
-    possible = Room(**{"in_place": lambda without: enough, "requeue": "requeue", **room})
+    possible = RestartOptions(**{"in_place": lambda without: enough, "requeue": "requeue", **room})
     return decision_after(attempts, RetryConfig(), possible)
 
 
@@ -508,7 +508,7 @@ def avoiding(attempt: Attempt, *nodes: str) -> list[Attempt]:
 def test_an_avoided_node_is_not_gone_back_to_while_the_job_could_have_another_one() -> None:
     lost = avoiding(ended("node_failure", 0, 5, node="node1"), "node2")
     for elsewhere, action in ((True, "requeue"), (False, "in_place")):
-        room = Room(
+        room = RestartOptions(
             requeue="requeue",
             in_place=lambda without: not without,  # with the avoided one there are enough
             elsewhere=lambda without, answer=elsewhere: answer,  # type: ignore[misc]
@@ -521,7 +521,7 @@ def test_a_scheduler_that_is_ending_the_job_is_not_asked_what_changes_nothing(ca
     def ask(without: frozenset[str]) -> bool:
         raise AssertionError("asked")
 
-    room = Room(requeue="requeue", elsewhere=ask)
+    room = RestartOptions(requeue="requeue", elsewhere=ask)
     assert decision_after(avoiding(ended(cause, 0, 5), "node2"), RetryConfig(), room).action == "requeue"
 
 

@@ -11,13 +11,13 @@ import pytest
 
 from jobkit.config.schema import Config, Resources
 from jobkit.run.journal import Journal
-from jobkit.run.records import Began, Ended, Request
+from jobkit.run.records import AttemptBegan, AttemptEnded, Request
 from jobkit.run.rundir import RunDir
 from jobkit.supervisor.agents import Agent, Lost, News
-from jobkit.supervisor.lease import Me, Tenure
+from jobkit.supervisor.lease import HeldLease, ThisJob
 from jobkit.supervisor.loop import Supervisor
 from jobkit.supervisor.running import END_SECONDS, REPORT_SECONDS, STACKS_SECONDS, Pressure, Running
-from jobkit.wire.messages import Exited, Hello, NotStarted, Signalled, Silent
+from jobkit.wire.messages import Hello, NotStarted, RankExited, Signalled, Silent
 
 NODES = {node: Agent(node, process="a") for node in ("n1", "n2", "n3")}
 
@@ -27,8 +27,8 @@ def running(reported: frozenset[int] = frozenset()) -> Running:
     return Running(3, {0: "n1", 1: "n1", 2: "n2"}, ends=lambda: reported)
 
 
-def exited(rank: int, code: int, step: int = 5) -> Exited:
-    return Exited(serial=rank, attempt=3, rank=rank, code=code, step=step)
+def exited(rank: int, code: int, step: int = 5) -> RankExited:
+    return RankExited(serial=rank, attempt=3, rank=rank, code=code, step=step)
 
 
 @pytest.mark.parametrize(
@@ -37,9 +37,9 @@ def exited(rank: int, code: int, step: int = 5) -> Exited:
         ("n1", exited(0, 0), None),  # it has finished, the others will
         ("n1", exited(0, -9), 0.0),  # the others would wait for it for ever
         ("n1", exited(0, 1), REPORT_SECONDS),  # without a word: another one may be the first
-        ("n1", exited(1, 1), REPORT_SECONDS),  # it has left its End: do ranks of other nodes have that error?
+        ("n1", exited(1, 1), REPORT_SECONDS),  # it has left its RankReport: do ranks of other nodes have that error?
         ("n1", exited(1, 1, step=0), REPORT_SECONDS),  # before the first step all may have that error
-        ("n1", Exited(serial=1, attempt=2, rank=0, code=-9), None),  # of the attempt before
+        ("n1", RankExited(serial=1, attempt=2, rank=0, code=-9), None),  # of the attempt before
         ("n2", Lost("gone"), 0.0),
         ("n3", Lost("gone"), None),  # a spare's loss ends no attempt
         ("n2", NotStarted(attempt=3, error="no memory"), 0.0),
@@ -80,7 +80,7 @@ def test_a_stop_leaves_time_to_save_and_time_to_decide() -> None:
     names = ["STOP", "STOP", "KILL_IDLE", "KILL_IDLE", "KILL", "GIVE_UP"]
     assert [ranks.pressure(moment).name for moment in moments] == names
     assert ranks.next_change(101.0) == 140.0
-    assert ranks.facts.asked == ("timeout", "")  # the first one counts
+    assert ranks.facts.stop_reason == ("timeout", "")  # the first one counts
 
 
 @pytest.mark.parametrize("code", [-15, 143])
@@ -119,7 +119,7 @@ def test_losses_that_are_no_nodes_fault(why: str, asked: str | None, lost: list[
     ranks.note(NODES["n1"], Signalled(serial=1, attempt=3, signal="TERM"), now=99.0)
     ranks.note(NODES["n2"], Lost(why), now=100.0)  # type: ignore[arg-type]
     facts = ranks.facts
-    assert (facts.asked and facts.asked[0], [item.node for item in facts.lost_nodes]) == (asked, lost)
+    assert (facts.stop_reason and facts.stop_reason[0], [item.node for item in facts.lost_nodes]) == (asked, lost)
     assert facts.signalled
 
 
@@ -127,9 +127,9 @@ def supervisor_of(folder: Path, names: list[str]) -> Supervisor:
     run = RunDir(folder / "toy-12345678")
     run.path.mkdir()
     config = Config(name="toy", task="toy:train", resources=Resources(nodes=len(names)))
-    tenure = Tenure(run=run, config=config, me=Me(job_id="7", token="t"), journal=Journal(run, "w"))
+    tenure = HeldLease(run=run, config=config, me=ThisJob(job_id="7", token="t"), journal=Journal(run, "w"))
     allocation = SimpleNamespace(
-        nodes=lambda: names, host="127.0.0.1", look=lambda: None, signals_stop=True, attempt_seconds=100.0
+        nodes=lambda: names, host="127.0.0.1", poll=lambda: None, signals_stop=True, attempt_seconds=100.0
     )
     return Supervisor(tenure, allocation, [])  # type: ignore[arg-type]
 
@@ -149,20 +149,20 @@ def test_a_node_that_is_well_is_kept() -> None:
     ranks.note(NODES["n2"], Lost("gone"), now=100.0)
     ranks.keep_nodes({"n2"})
     facts = ranks.facts
-    assert (facts.asked and facts.asked[0], list(facts.lost_nodes)) == ("killed", [])
+    assert (facts.stop_reason and facts.stop_reason[0], list(facts.lost_nodes)) == ("killed", [])
 
 
 def test_a_rank_that_is_silent_while_it_stops_is_no_hang() -> None:
     ranks = running()
     ranks.ask("preempted", "", now=100.0, end=190.0)
     ranks.note(NODES["n2"], Silent(attempt=3, rank=2, seconds=300, step=7), now=101.0)
-    assert (ranks.facts.asked, ranks.facts.silent) == (("preempted", ""), None)
+    assert (ranks.facts.stop_reason, ranks.facts.silent) == (("preempted", ""), None)
     assert ranks.next_change(101.0) == 190.0
 
 
 def test_an_attempt_that_is_taken_over_has_the_time_that_is_left(tmp_path: Path) -> None:
     supervisor = supervisor_of(tmp_path, ["local"])
-    supervisor._adopt(Began(attempt=1, token="t", job_id="7", time=time.time() - 50))
+    supervisor._adopt(AttemptBegan(attempt=1, token="t", job_id="7", time=time.time() - 50))
     assert time.monotonic() - supervisor._started_at >= 49
 
 
@@ -175,12 +175,12 @@ def test_a_request_is_about_one_attempt_or_the_pause_after_it(tmp_path: Path) ->
         supervisor._request = Request(kind="preempt", submission=1, attempt=attempt)
         return supervisor._reason() is not None
 
-    journal.note(Began(attempt=2, token="t", job_id="7"))
+    journal.note(AttemptBegan(attempt=2, token="t", job_id="7"))
     supervisor._started_at = time.monotonic()
     assert (is_stopped_by(1), is_stopped_by(2)) == (False, True)
     supervisor._started_at = math.inf
     assert not is_stopped_by(2), "it has no ranks to stop any more, and its snapshot is being saved"
-    journal.note(Ended(attempt=2, cause="crashed", next="in_place"))
+    journal.note(AttemptEnded(attempt=2, cause="crashed", next="in_place"))
     assert is_stopped_by(2)
-    journal.note(Ended(attempt=2, cause="preempted", next="in_place"))
+    journal.note(AttemptEnded(attempt=2, cause="preempted", next="in_place"))
     assert not is_stopped_by(2)

@@ -13,8 +13,8 @@ from harness.runs import wait_until
 
 from jobkit.config.schema import Config
 from jobkit.slurm import nodes
-from jobkit.supervisor.allocation import LaunchFailure, Look
-from jobkit.supervisor.lease import Me, NotRunnable
+from jobkit.supervisor.allocation import LaunchFailure, SchedulerReport
+from jobkit.supervisor.lease import NotRunnable, ThisJob
 from jobkit.supervisor.placement import Placement
 from jobkit.supervisor.slurm_allocation import SlurmAllocation, this_job
 
@@ -34,7 +34,7 @@ def allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slur
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node1,bad,node3")
     monkeypatch.setattr(nodes, "expand", lambda text: text.split(","))
     run = make_run(tmp_path / "runs", "toy-11f5f19c", submitted("slurm"))
-    made = SlurmAllocation(run, Me(job_id="7", token="t"), Config(name="toy", task="m:f"))
+    made = SlurmAllocation(run, ThisJob(job_id="7", token="t"), Config(name="toy", task="m:f"))
     yield made
     for step in made._steps:
         step.srun.kill()
@@ -47,7 +47,7 @@ def test_each_node_has_an_srun_of_its_own_and_the_bad_one_is_found(allocation: S
     allocation.start_agents(names, 1)
 
     def failure_of(missing: set[str]) -> LaunchFailure | None:
-        return allocation.launch_failure(missing, Look(asked=time.monotonic()))
+        return allocation.launch_failure(missing, SchedulerReport(asked_at=time.monotonic()))
 
     found = wait_until(lambda: failure_of(set(names)) or len(calls.read_text().split()) == 4, "an srun for each")
     assert found is True, found
@@ -61,7 +61,7 @@ def test_each_node_has_an_srun_of_its_own_and_the_bad_one_is_found(allocation: S
 def test_an_attempt_begins_in_place_where_time_is_left(allocation: SlurmAllocation) -> None:
     placement = Placement(allocation.nodes(), (), (), count=lambda usable: usable)
     for seconds, is_enough in ((500.0, True), (100.0, False)):
-        look = Look(asked=0.0, ends=time.monotonic() + seconds, margin=90.0)
+        look = SchedulerReport(asked_at=0.0, ends=time.monotonic() + seconds, margin=90.0)
         room = allocation.room(None, look, placement)  # type: ignore[arg-type]
         assert room.in_place(frozenset()) == is_enough
 
@@ -83,7 +83,7 @@ def test_a_node_whose_agent_is_given_up_is_to_blame(
         allocation.give_up(node, "silent")
         allocation.lost(node)
     allocation.start_agents(sorted(silent), 1)  # none: each has failed
-    failure = allocation.launch_failure(silent, Look(asked=time.monotonic()))
+    failure = allocation.launch_failure(silent, SchedulerReport(asked_at=time.monotonic()))
     assert failure is not None
     assert (failure.nodes, failure.final, len(allocation._steps)) == (blamed, False, len(others))
     assert "silent" in failure.words

@@ -15,9 +15,9 @@ import pytest
 
 from jobkit.config.schema import RetryConfig
 from jobkit.errors import Nature
-from jobkit.run.records import Began, Cause, Ended
+from jobkit.run.records import AttemptBegan, AttemptEnded, Cause
 from jobkit.run.status import Attempt
-from jobkit.supervisor.retry import Decision, Room, decide
+from jobkit.supervisor.retry import Decision, RestartOptions, decide
 
 MINUTE, HOUR = 60.0, 3600.0
 
@@ -92,7 +92,7 @@ class World:
         return self
 
     def _decide(self, job: Sequence[str]) -> None:
-        room = Room(
+        room = RestartOptions(
             in_place=lambda without: len(set(job) - without) >= self.nodes,
             requeue="requeue",
             spares=len(job) - self.nodes,
@@ -126,7 +126,7 @@ class World:
         if death is not None:
             facts = vars(death) | {"node": places[death.rank], "step": step}
         number = len(self.attempts) + 1
-        ended = Ended(
+        ended = AttemptEnded(
             attempt=number,
             next="stop",
             time=self.time,
@@ -137,7 +137,7 @@ class World:
             loop_began=loop,
             **facts,
         )
-        job = Began(attempt=number, token="t", job_id="7", time=began, nodes=list(used), how=how)
+        job = AttemptBegan(attempt=number, token="t", job_id="7", time=began, nodes=list(used), how=how)
         self.attempts.append(Attempt(number=number, submission=self.submission, began=job, ended=ended))
         return death is None
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jobkit.run.records import About, Seen
-from jobkit.verify.compare import Difference, Place
+from jobkit.verify.compare import Difference, TraceLine
 from jobkit.verify.forgotten import Forgotten, as_json, forgotten, hint_lines, late_lines, lines_of, too_late, typed
 from jobkit.verify.source import assigned, mentioned, uses
 
@@ -57,7 +57,7 @@ def seen(digest: str, kind: Any = "state", **fields: Any) -> Seen:
     return Seen(**{"kind": kind, "digest": digest, "is_same": True, "is_scalar": False, "size": 4, **fields})
 
 
-def run(*attempts: Mapping[int, Seen | None], ways: Mapping[str, About] | None = None) -> dict[int, list[Place]]:
+def run(*attempts: Mapping[int, Seen | None], ways: Mapping[str, About] | None = None) -> dict[int, list[TraceLine]]:
     """Return the trace of a run with one thing, `ema`; each attempt by its boundaries, the first one restored."""
     places = []
     for attempt, boundaries in enumerate(attempts, start=1):
@@ -65,14 +65,14 @@ def run(*attempts: Mapping[int, Seen | None], ways: Mapping[str, About] | None =
             event: Any = "boundary" if number else "restored"
             things = {"ema": thing} if thing is not None else {}
             one = {"ema": about()} if ways is None else ways
-            places.append(Place(rank=0, attempt=attempt, step=step, event=event, seen=things, about=one))
+            places.append(TraceLine(rank=0, attempt=attempt, step=step, event=event, seen=things, about=one))
     return {0: places}
 
 
 STRAIGHT = run({step: seen(f"d{step}") for step in range(5)})
 
 
-def interrupted(last: str, **fields: Any) -> dict[int, list[Place]]:
+def interrupted(last: str, **fields: Any) -> dict[int, list[TraceLine]]:
     before = {step: seen(f"d{step}", **fields) for step in range(3)}
     return run(before, {2: seen("d0", **fields), 3: seen("?", **fields), 4: seen(last, **fields)})
 
@@ -95,7 +95,7 @@ def test_what_is_the_programs_own_or_comes_back_is_none(second: Any, again: Any)
 
 
 def test_the_order_of_a_set_within_a_module_does_not_excuse_the_module() -> None:
-    def with_set(trace: dict[int, list[Place]], order: str) -> dict[int, list[Place]]:
+    def with_set(trace: dict[int, list[TraceLine]], order: str) -> dict[int, list[TraceLine]]:
         names = {"ema.names[0]": seen(order, "value")}
         ways = {"ema": about(), "ema.names[0]": about("names")}
         return {0: [replace(place, seen={**place.seen, **names}, about=ways) for place in trace[0]]}
@@ -286,14 +286,14 @@ def test_attributes_that_methods_change_later_are_in_the_line_too(tmp_path: Path
     fields = {"way": "attributes", "owner": "buffer", "file": str(file), "holder": "Buffer"}
     ways = {f"buffer.{name}": about(name, **fields) for name in ("items", "place", "is_full", "size", "rate")}
 
-    def places(attempt: int, *values: tuple[int, str]) -> list[Place]:
+    def places(attempt: int, *values: tuple[int, str]) -> list[TraceLine]:
         fixed = {
             "buffer.items": seen("0", "tensor"),
             "buffer.is_full": seen("False", "value"),
             "buffer.size": seen("9"),
         }
         return [
-            Place(
+            TraceLine(
                 rank=0,
                 attempt=attempt,
                 step=step,
@@ -323,11 +323,13 @@ def test_the_name_of_a_difference_is_what_the_code_reads_so(code: Path, kind: An
     names = ("count", "worst", "best")
     ways = {name: about(name, way="values", file=str(code), scope="fit") for name in names}
 
-    def trace(second: str) -> dict[int, list[Place]]:
+    def trace(second: str) -> dict[int, list[TraceLine]]:
         values = {name: seen(second, "value") for name in names}
-        return {0: [Place(rank=0, attempt=2, step=step, event="boundary", seen=values, about=ways) for step in (1, 2)]}
+        return {
+            0: [TraceLine(rank=0, attempt=2, step=step, event="boundary", seen=values, about=ways) for step in (1, 2)]
+        }
 
-    straight = {0: [Place(rank=0, attempt=1, step=0, event="restored", seen=trace("0")[0][0].seen), *trace("1")[0]]}
+    straight = {0: [TraceLine(rank=0, attempt=1, step=0, event="restored", seen=trace("0")[0][0].seen), *trace("1")[0]]}
     other = trace("2")
     difference = Difference(kind=kind, name="x", first=1, second=2, place=other[0][1], reference=straight[0][2])
     assert forgotten(straight, other, at=difference)[0].expression == first

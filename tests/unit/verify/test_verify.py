@@ -18,7 +18,7 @@ from jobkit.config.load import load
 from jobkit.run.records import Interruption, InterruptionKind
 from jobkit.run.rundir import RunDir
 from jobkit.submission.plan import LaunchPlan, Target
-from jobkit.verify.compare import Excused, Place, course_of, differing, first_difference, repeated_steps, seen
+from jobkit.verify.compare import Excused, TraceLine, course_of, differing, first_difference, repeated_steps, seen
 from jobkit.verify.explain import difference_lines, interruption_words
 from jobkit.verify.plan import KINDS, Course, interruptions
 from jobkit.verify.runs import Report, Verification
@@ -65,10 +65,10 @@ def test_each_kind_has_words(kind: InterruptionKind) -> None:
 MODEL, GENERATOR = "model.weight", "jobkit.generators.torch"
 
 
-def place(step: int, event: Any = "boundary", attempt: int = 1, **fields: Any) -> Place:
+def place(step: int, event: Any = "boundary", attempt: int = 1, **fields: Any) -> TraceLine:
     state = {"model.weight": f"m{step}", "jobkit.generators.torch": f"g{step}"}
     values = {"loss": (b"%08d" % step).hex()} if event == "boundary" else {}
-    return Place(
+    return TraceLine(
         **{"rank": 0, "attempt": attempt, "step": step, "event": event, "state": state, "values": values} | fields
     )
 
@@ -116,7 +116,7 @@ def test_the_first_difference_is_named(name: str) -> None:
 
 
 def test_of_several_differences_the_earliest_is_named() -> None:
-    def changed_after(step: int) -> list[Place]:
+    def changed_after(step: int) -> list[TraceLine]:
         return [replace(item, state={**item.state, MODEL: "?"}) if item.step > step else item for item in INTERRUPTED]
 
     second = {0: changed_after(4), 1: changed_after(3), 2: changed_after(5)}
@@ -136,7 +136,7 @@ def test_values_that_two_straight_runs_log_differently_are_ignored() -> None:
 
 
 def test_times_in_results_and_values_accuse_nobody() -> None:
-    def timed(places: list[Place], seconds: float) -> list[Place]:
+    def timed(places: list[TraceLine], seconds: float) -> list[TraceLine]:
         *steps, end = places
         timed_steps = [replace(item, state={**item.state, "values.began": str(seconds)}) for item in steps]
         return [*timed_steps, replace(end, result={"x": 1, "seconds": seconds})]
@@ -257,7 +257,7 @@ def test_params_of_verify_reach_the_command_and_typed_ones_come_last(tmp_path: P
 def test_two_ranks_become_three_where_the_batch_divides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, divides: bool | None, asked: int | None, expected: int
 ) -> None:
-    def trace(self: Verification, name: str, items: Any) -> dict[int, list[Place]]:
+    def trace(self: Verification, name: str, items: Any) -> dict[int, list[TraceLine]]:
         count = self.target.entry.get("tasks_per_node", ranks)
         return {rank: [place(0, "restored", divides_by_three=divides)] for rank in range(count)}
 

@@ -1,4 +1,4 @@
-"""The End of a rank, for every way in which its program can end."""
+"""The RankReport of a rank, for every way in which its program can end."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_of_a_long_traceback_the_end_is_kept(rank: Rank) -> None:
 
 
 def test_the_page_of_a_rank_says_that_it_has_ended(rank: Rank) -> None:
-    """The disk may show its End late."""
+    """The disk may show its RankReport late."""
     rank.beat(7)
     run_recorded(rank, lambda: None)
     assert rank.page.read().phase is Phase.ENDING

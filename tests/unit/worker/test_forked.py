@@ -16,15 +16,15 @@ from jobkit.agent import processes
 from jobkit.agent.children import send
 from jobkit.config.schema import Resources
 from jobkit.run.rundir import RunDir
-from jobkit.wire.messages import RankPlace, Start
+from jobkit.wire.messages import RankPlace, StartRanks
 from jobkit.wire.pages import Page, Phase
 from jobkit.wire.signals import take_stop_signals
-from jobkit.worker.cpus import share_of
+from jobkit.worker.cpus import cpu_set
 from jobkit.worker.forked import become_rank, run_and_end
 from jobkit.worker.rendezvous import environment_of
 
 PLACE = RankPlace(rank=5, local_rank=1, local_world_size=4, node=1)
-START = Start(attempt=3, ranks=[PLACE], world_size=8, nodes=2, master_addr="10.0.0.1", master_port=29999)
+START = StartRanks(attempt=3, ranks=[PLACE], world_size=8, nodes=2, master_addr="10.0.0.1", master_port=29999)
 
 
 def test_a_rank_finds_its_own_place_and_not_its_agents(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ SHARES = [
 @pytest.mark.parametrize(("allowed", "machine", "ranks", "shares"), SHARES)
 def test_ranks_divide_the_cpus(allowed: list[int], machine: int, ranks: int, shares: list[list[int]]) -> None:
     for rank in range(ranks):
-        assert share_of(allowed, machine, rank, ranks, lambda cpu: (cpu % 4, cpu)) == (shares[rank] if shares else [])
+        assert cpu_set(allowed, machine, rank, ranks, lambda cpu: (cpu % 4, cpu)) == (shares[rank] if shares else [])
 
 
 def forked(tmp_path: Path, program: str) -> tuple[int, RunDir]:
