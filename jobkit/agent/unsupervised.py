@@ -180,8 +180,14 @@ def close_and_requeue(run: RunDir, hello: Hello) -> None:
     except SchedulerError as error:  # the requeue waits for Slurm, the decision does not
         log.warning("%s", error)
     before = read_status(run)
-    me = ThisJob(job_id=hello.job_id, token=lease.token, restart=hello.restart, node=lease.node, job=job)
-    tenure = rescue(run, me, contact.writer, dead_node)
-    if tenure is not None and tenure.decision is not None:
-        start_again(me, tenure.journal, tenure.config, tenure.decision, [] if dead_node is None else [dead_node])
-    notify.tell(run, me.token, before)
+    this_job = ThisJob(job_id=hello.job_id, token=lease.token, restart=hello.restart, node=lease.node, job=job)
+    held_lease = rescue(run, this_job, contact.writer, dead_node)
+    if held_lease is not None and held_lease.decision is not None:
+        start_again(
+            this_job,
+            held_lease.journal,
+            held_lease.config,
+            held_lease.decision,
+            [] if dead_node is None else [dead_node],
+        )
+    notify.tell(run, this_job.token, before)

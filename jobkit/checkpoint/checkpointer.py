@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from jobkit.checkpoint import framework_files, sources
-from jobkit.checkpoint.live import Entry
+from jobkit.checkpoint.leaves import Entry
 from jobkit.checkpoint.memory import Snapshots, with_results
 from jobkit.checkpoint.reading import Damaged, agreed
 from jobkit.checkpoint.shard import ShardInfo, write_shard

@@ -16,7 +16,7 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
-from jobkit.checkpoint.live import Leaves
+from jobkit.checkpoint.leaves import Leaves
 from jobkit.checkpoint.tree import MAPPINGS, SEQUENCES
 
 MULTIPLIERS = (-0x61C8864680B583EB, 0x2545F4914F6CDD1D)

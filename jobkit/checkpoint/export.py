@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from jobkit.checkpoint.live import plain_module
+from jobkit.checkpoint.leaves import plain_module
 from jobkit.disk import is_full
 from jobkit.errors import InputError
 from jobkit.run.files import as_plain, json_text, sync_file, sync_folder, write_atomic

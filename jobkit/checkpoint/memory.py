@@ -26,7 +26,7 @@ import torch
 import xxhash
 
 from jobkit.checkpoint.free_memory import free_bytes
-from jobkit.checkpoint.live import Entry
+from jobkit.checkpoint.leaves import Entry
 from jobkit.checkpoint.reading import Damaged, ShardFile, check_header
 from jobkit.checkpoint.shard import ShardInfo, sums_of
 from jobkit.checkpoint.sources import Source

@@ -11,7 +11,7 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
-from jobkit.checkpoint.live import Entry
+from jobkit.checkpoint.leaves import Entry
 from jobkit.checkpoint.staging import Stager
 from jobkit.errors import UsageError
 from jobkit.wire.group import RankGroup

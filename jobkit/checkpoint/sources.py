@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from jobkit.checkpoint import shard
-from jobkit.checkpoint.live import Entry, LeafFinder
+from jobkit.checkpoint.leaves import Entry, LeafFinder
 from jobkit.checkpoint.reading import (
     Damaged,
     ShardFile,

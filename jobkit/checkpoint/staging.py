@@ -22,7 +22,7 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
-from jobkit.checkpoint.live import Entry, LeafFinder, Leaves, finder_of, names_of
+from jobkit.checkpoint.leaves import Entry, LeafFinder, Leaves, finder_of, names_of
 from jobkit.errors import CheckpointError
 from jobkit.wire.group import RankGroup
 

@@ -2,7 +2,7 @@
 
     state_dict() --flatten--> Tree(skeleton, leaves) --> shard --> rebuild(skeleton, leaves) --> load_state_dict()
 
-A skeleton keeps the kinds of values and of keys: a dict of int keys comes back with int keys. live.py calls it.
+A skeleton keeps the kinds of values and of keys: a dict of int keys comes back with int keys. leaves.py calls it.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
 
-from jobkit.checkpoint.live import KERNELS
+from jobkit.checkpoint.leaves import KERNELS
 from jobkit.log import log
 
 _PLAIN = (bool, int, float, str, type(None))

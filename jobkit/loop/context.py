@@ -118,9 +118,9 @@ class Context:
             self._take_weights(start)
         self._reporter = Reporter(rank)
         self._health = Health(ignores=config.on_nan == "ignore")
-        self._spread = Parallelizer(config, joined.device, joined.ranks, rank.local_world_size)
-        self._step = GradientStep(config, self._spread)
-        self._tracked = Tracked(self._checkpointer, config.checkpoint.weights, drifts=self._spread.is_local_sgd)
+        self._parallelizer = Parallelizer(config, joined.device, joined.ranks, rank.local_world_size)
+        self._step = GradientStep(config, self._parallelizer)
+        self._tracked = Tracked(self._checkpointer, config.checkpoint.weights, drifts=self._parallelizer.is_local_sgd)
         self._tracked.given.is_start = self._is_start
         self._checkpoints = SaveSchedule(rank, self._checkpointer, self._tracked, self._reporter)
         timing = Timing(self._reporter, joined.device, self._step.loaders, lambda: self._tracked.optimizers)
@@ -137,16 +137,16 @@ class Context:
         )
         self._before = page_before(environ)
         # Ranks that compute the same samples together draw the same numbers.
-        self._generators = Generators(config.random_seed, self._spread.data_rank, rank.world_size, self._devices)
+        self._generators = Generators(config.random_seed, self._parallelizer.data_rank, rank.world_size, self._devices)
         self._averaged_step = 0
-        if self._spread.is_local_sgd:
+        if self._parallelizer.is_local_sgd:
             self._loop.before_boundary = self._average_replicas
         else:
-            self._loop.before_boundary = lambda step, is_last: self._spread.reshard_gathered()
-        self._tracked.reshard = self._spread.reshard
-        self._tracked.check_frozen = self._spread.check_frozen
+            self._loop.before_boundary = lambda step, is_last: self._parallelizer.reshard_gathered()
+        self._tracked.reshard = self._parallelizer.reshard
+        self._tracked.check_frozen = self._parallelizer.check_frozen
         self._epochs = Epochs(self._loop, self._tracked, self._restore_again, self._devices, rank.rank, rank.world_size)
-        self._evaluator = Evaluator(rank, self._spread, self._tracked, self._reporter, self._loop)
+        self._evaluator = Evaluator(rank, self._parallelizer, self._tracked, self._reporter, self._loop)
         self._values: Values | None = None
         self.result: Any = None
         """The result of the run, once it has finished."""
@@ -211,7 +211,7 @@ class Context:
         `init_weights()` or `reset_parameters()`. Options are DDP's: find_unused_parameters, static_graph,
         broadcast_buffers, gradient_as_bucket_view. Raises UsageError for a module that cannot be spread.
         """
-        module = self._spread.parallelize(module, **options)
+        module = self._parallelizer.parallelize(module, **options)
         self._loop.own_time.watch(module)
         return module
 
@@ -222,7 +222,7 @@ class Context:
 
         optimizer = ctx.optimizer(model, torch.optim.AdamW, lr=1e-3)
         """
-        return self._spread.optimizer(model, make, **options)
+        return self._parallelizer.optimizer(model, make, **options)
 
     def loader(self, dataset: Any, *, global_batch_size: int, **options: Any) -> Loader:
         """Return an endless iterator over this rank's parts of global batches of a dataset.
@@ -241,8 +241,8 @@ class Context:
             dataset,
             global_batch_size=global_batch_size,
             name=name,
-            rank=self._spread.data_rank,
-            world_size=self._spread.data_size,
+            rank=self._parallelizer.data_rank,
+            world_size=self._parallelizer.data_size,
             seed=self.seed,
             device=self.device,
             gather=self._ranks.gather,
@@ -315,7 +315,7 @@ class Context:
         if per_rank is not None and not isinstance(per_rank, Mapping):
             raise UsageError(f"ctx.track(per_rank=...): expected {{name: object}}, found {type(per_rank).__name__}")
         for value in (*objects.values(), *(per_rank or {}).values()):
-            self._spread.watch(value)
+            self._parallelizer.watch(value)
             self._devices += [device for device in devices_of(value) if device not in self._devices]
         self._tracked.add(objects, per_rank or {})
 
@@ -421,20 +421,20 @@ class Context:
         self._tracked.check_ranks()
         made: list[tuple[str, Any]] = [
             ("the model of ctx.parallelize", module)
-            for module in self._spread.modules
+            for module in self._parallelizer.modules
             if any(parameter.requires_grad for parameter in module.parameters())
         ]
-        made += [("the optimizer of ctx.optimizer", optimizer) for optimizer in self._spread.optimizers]
+        made += [("the optimizer of ctx.optimizer", optimizer) for optimizer in self._parallelizer.optimizers]
         made += [("the loader of ctx.loader", loader) for loader in self._step.loaders]
         self._tracked.check_made(made)
-        self._spread.check_optimizers(self._tracked.optimizers)
+        self._parallelizer.check_optimizers(self._tracked.optimizers)
         restored = self._checkpointer.restored
         if self._step.scaler is not None:
             self._tracked.add_own("scaler", self._step.scaler)
         if self.world_size > 1:
-            self._spread.orders.find(self._tracked.named_modules, self._spread.modules)
-            self._tracked.add_own("gradient_order", self._spread.orders)
-        for number, compression in enumerate(self._spread.compressions):
+            self._parallelizer.orders.find(self._tracked.named_modules, self._parallelizer.modules)
+            self._tracked.add_own("gradient_order", self._parallelizer.orders)
+        for number, compression in enumerate(self._parallelizer.compressions):
             self._tracked.add_own(f"compression{number}", compression)
         self._tracked.add_own("gradients", PendingGradients(self._tracked))
         if unexchanged := UnexchangedGradients(self._tracked.named_modules):
@@ -452,7 +452,7 @@ class Context:
 
     def _average_replicas(self, step: int, is_last: bool) -> None:
         if is_last or step % self._rank.config.comm.local_sgd == 0:
-            self._spread.average(self._tracked.optimizers)
+            self._parallelizer.average(self._tracked.optimizers)
             self._averaged_step = step
 
     def _begin_reports(self, restored: Source | None, repeats: Repeats | None) -> None:
@@ -538,9 +538,9 @@ class Context:
             elif not self._loop.is_over:
                 self._loop.end()
             self._rank.beat(self.step, Phase.ENDING)
-            if self._spread.is_local_sgd and self._averaged_step != self.step:
+            if self._parallelizer.is_local_sgd and self._averaged_step != self.step:
                 self._average_replicas(self.step, is_last=True)
-            self._spread.reshard()
+            self._parallelizer.reshard()
             # final/ first: an attempt that begins with the last checkpoint finds the result there (`is_done`).
             modules = self._tracked.named_modules
             make_room = self._checkpointer.make_room
@@ -593,7 +593,7 @@ class Context:
             self._reporter.finish(self.result)
         self._checkpointer.close()
         self._tracked.close()
-        self._spread.orders.close()
+        self._parallelizer.orders.close()
 
     def _samples(self) -> Callable[[], list[int]]:
         """Return a function that gives the ids of this rank's samples in the step under way, in later steps too: a loss

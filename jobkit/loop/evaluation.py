@@ -32,8 +32,10 @@ from jobkit.run.files import write_atomic, write_json
 class Evaluator:
     """The evaluations of one rank."""
 
-    def __init__(self, rank: Rank, spread: Parallelizer, tracked: Tracked, reporter: Reporter, loop: Loop) -> None:
-        self._rank, self._spread, self._reporter, self._loop = rank, spread, reporter, loop
+    def __init__(
+        self, rank: Rank, parallelizer: Parallelizer, tracked: Tracked, reporter: Reporter, loop: Loop
+    ) -> None:
+        self._rank, self._parallelizer, self._reporter, self._loop = rank, parallelizer, reporter, loop
         self._tracked = tracked
         self._count = 0
 
@@ -95,7 +97,7 @@ class Evaluator:
             torch.save(tree_map(_on_cpu, function(batch, ids)), output)
             write_atomic(file_of(int(ids[0]) // size), output.getvalue())
 
-        self._run(write, dataset, to_all=False, done=self._spread.ranks.on_main(begin), **options)
+        self._run(write, dataset, to_all=False, done=self._parallelizer.ranks.on_main(begin), **options)
 
     def _run(
         self,
@@ -113,19 +115,19 @@ class Evaluator:
         if not hasattr(dataset, "__len__") or len(dataset) == 0:
             raise UsageError(f"ctx.evaluate: a {type(dataset).__name__} without samples, expected a dataset with some")
         batches = Batches(dataset, batch_size, self._rank.config.random_seed or 0, collate_fn)
-        spread, ranks = self._spread, self._spread.ranks
+        parallelizer, ranks = self._parallelizer, self._parallelizer.ranks
         numbers = [number for number in range(len(batches)) if number not in done]
         total = min(len(dataset), len(numbers) * batch_size)
         self._count += 1
-        together = spread.forward_is_collective and ranks.world_size > 1
-        hand_out: HandOut | Rounds = Rounds(numbers, spread.data_rank, spread.data_size)
+        together = parallelizer.forward_is_collective and ranks.world_size > 1
+        hand_out: HandOut | Rounds = Rounds(numbers, parallelizer.data_rank, parallelizer.data_size)
         if not together:
             store = dist.distributed_c10d._get_default_store() if ranks.world_size > 1 else None
             hand_out = HandOut(numbers, store, f"jobkit/evaluation/{self._count}")
         results: dict[int, Any] = {}
 
         def compute() -> None:
-            for number, result in computed(function, batches, hand_out, spread.device, **options):
+            for number, result in computed(function, batches, hand_out, parallelizer.device, **options):
                 results[number] = result
                 self._rank.beat(self._loop.boundary.step, self._rank.page.read().phase)
                 self._reporter.update(evaluation={"done": min(total, hand_out.taken * batch_size), "total": total})
@@ -144,8 +146,8 @@ class Evaluator:
 
         # A tracked module that ctx.parallelize did not make may be an average of the weights, with averaged buffers.
         # Stages of a pipeline have buffers of their own.
-        alike = spread.data_group if spread.stage_group is not None else None
-        modules = [*spread.modules, *self._tracked.shared_modules]
+        alike = parallelizer.data_group if parallelizer.stage_group is not None else None
+        modules = [*parallelizer.modules, *self._tracked.shared_modules]
         with self._loop.evaluation(), independent_forwards(modules, alike):
             if together:  # the other ranks wait in a forward: an error of this one ends the attempt
                 compute()

@@ -30,8 +30,8 @@ from jobkit.parallel.parallelizer import Parallelizer
 class GradientStep:
     """Computes steps in the YAML's `precision`."""
 
-    def __init__(self, config: Config, spread: Parallelizer) -> None:
-        self.spread = spread
+    def __init__(self, config: Config, parallelizer: Parallelizer) -> None:
+        self.parallelizer = parallelizer
         self.loaders: list[Loader] = []
         """The loaders of ctx.loader: the only one tells the size of the global batch."""
         self.scaler = LossScaler() if config.precision == "fp16" else None
@@ -42,7 +42,7 @@ class GradientStep:
         """Return torch.autocast for the YAML's `precision`; a context of no effect for fp32."""
         if self._precision == "fp32":
             return nullcontext()
-        return torch.autocast(self.spread.device.type, dtype=AUTOCAST[self._precision])
+        return torch.autocast(self.parallelizer.device.type, dtype=AUTOCAST[self._precision])
 
     def backward(
         self,
@@ -69,20 +69,20 @@ class GradientStep:
         if global_batch_size is None:
             global_batch_size = self._loaders_batch_size(batch_size(inputs))
         scale = self.scaler.begin(lambda: _has_gradients(model)) if self.scaler is not None else 1.0
-        if self.spread.stage_group is not None and hasattr(model, "stage"):
+        if self.parallelizer.stage_group is not None and hasattr(model, "stage"):
             return self._pipelined(model, inputs, loss, target, micro_batch_size, global_batch_size, scale)
-        adds_up = self.spread.data_size > 1 and not self.spread.is_local_sgd
-        group = self.spread.data_group
+        adds_up = self.parallelizer.data_size > 1 and not self.parallelizer.is_local_sgd
+        group = self.parallelizer.data_group
         return backward(
             model,
             inputs,
             loss,
             target,
             global_batch_size=global_batch_size,
-            data_ranks=self.spread.data_size,
+            data_ranks=self.parallelizer.data_size,
             micro_batch_size=micro_batch_size,
             autocast=self.autocast,
-            unsynchronised=lambda: self.spread.unsynchronised(model),
+            unsynchronised=lambda: self.parallelizer.unsynchronised(model),
             scale=scale,
             add_up=(lambda tensor: dist.all_reduce(tensor, group=group, async_op=True)) if adds_up else None,
         )
@@ -90,7 +90,7 @@ class GradientStep:
     def _pipelined(
         self, model: Any, inputs: Any, loss: Loss, target: Any, micro: int | None, total: int, scale: float
     ) -> Tensor:
-        size, ranks = batch_size(inputs), self.spread.data_size
+        size, ranks = batch_size(inputs), self.parallelizer.data_size
         if size * ranks != total:
             raise UsageError(
                 f"parallel.pipeline: a share of {size} of a global batch of {total} on {ranks} data-parallel rank(s): "
@@ -99,7 +99,7 @@ class GradientStep:
         options = {"weight": scale, "micro_batch_size": micro, "autocast": self.autocast}
         mean: Tensor = model.backward(inputs, loss, target, **options)
         if ranks > 1:
-            dist.all_reduce(mean, group=self.spread.data_group)
+            dist.all_reduce(mean, group=self.parallelizer.data_group)
         return mean / ranks
 
     def _loaders_batch_size(self, given: int) -> int:
@@ -110,7 +110,7 @@ class GradientStep:
                 "pass global_batch_size, the samples on all ranks together"
             )
         size = self.loaders[0].global_batch_size
-        part = sample_range(size, self.spread.data_rank, self.spread.data_size)
+        part = sample_range(size, self.parallelizer.data_rank, self.parallelizer.data_size)
         if given != part.stop - part.start:
             raise UsageError(
                 f"ctx.backward was given {given} sample(s), and this rank's share of the loader's {size} is "
@@ -124,11 +124,11 @@ class GradientStep:
         norm: Tensor | None = None
         accepted = True
         if self.scaler is not None:
-            norm = self.spread.norm(parameters) / self.scaler.used
+            norm = self.parallelizer.norm(parameters) / self.scaler.used
             accepted = self.scaler.accepts(norm)
             scale_gradients(parameters, 1 / self.scaler.used)
         elif max_norm is not None:
-            norm = self.spread.norm(parameters)
+            norm = self.parallelizer.norm(parameters)
         if accepted:
             if norm is not None and max_norm is not None:
                 clip_gradients(parameters, max_norm, norm)
@@ -141,12 +141,12 @@ class GradientStep:
         """Within it, the parameters are their moving averages, where the optimizer keeps any; with local SGD those of
         all replicas."""
         swap: Callable[[], AbstractContextManager[None]] | None = getattr(optimizer, "averaged", None)
-        mean = self.spread.mean_replicas(optimizer) if self.spread.is_local_sgd else nullcontext()
-        self.spread.reshard()
+        mean = self.parallelizer.mean_replicas(optimizer) if self.parallelizer.is_local_sgd else nullcontext()
+        self.parallelizer.reshard()
         with mean, swap() if swap is not None else nullcontext():
             torch.clear_autocast_cache()  # within autocast it holds the weights in another type
             yield
-            self.spread.reshard()
+            self.parallelizer.reshard()
         torch.clear_autocast_cache()
 
 

@@ -19,7 +19,7 @@ import xxhash
 from torch.nn.parallel import DistributedDataParallel
 
 from jobkit.checkpoint.digests import leaf_digests, plain_leaves, storage_of, tensor_digests
-from jobkit.checkpoint.live import Leaves, plain_module
+from jobkit.checkpoint.leaves import Leaves, plain_module
 from jobkit.checkpoint.tree import flatten
 from jobkit.data.loader import Loader
 from jobkit.errors import CheckpointError

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
 from jobkit.checkpoint.checkpointer import Checkpointer
-from jobkit.checkpoint.live import Entry, plain_module
+from jobkit.checkpoint.leaves import Entry, plain_module
 from jobkit.checkpoint.replicas import check_replicas
 from jobkit.checkpoint.staging import check_kind
 from jobkit.checkpoint.tree import flatten

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from jobkit.checkpoint.live import plain_module
+from jobkit.checkpoint.leaves import plain_module
 from jobkit.log import log
 
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.modules.batchnorm import _NormBase
 
-from jobkit.checkpoint.live import plain_module
+from jobkit.checkpoint.leaves import plain_module
 from jobkit.errors import UsageError
 
 TABLES = (nn.Embedding, nn.EmbeddingBag)

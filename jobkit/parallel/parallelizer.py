@@ -27,7 +27,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from jobkit.checkpoint.live import plain_module
+from jobkit.checkpoint.leaves import plain_module
 from jobkit.config import layout
 from jobkit.config.layout import SHARDED
 from jobkit.config.schema import AUTO, Config

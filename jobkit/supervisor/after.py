@@ -25,10 +25,10 @@ ASK_SECONDS = 10.0
 """Between two looks of a run here that waits for one on Slurm, where somebody has continued it."""
 
 
-def wait(tenure: HeldLease, signals: list[int]) -> None:
+def wait(held_lease: HeldLease, signals: list[int]) -> None:
     """Return once the runs that this one comes after are finished. Raises NotRunnable where it does not start now."""
-    run, me, journal, shown = tenure.run, tenure.me, tenure.journal, ""
-    if tenure.decision is not None:
+    run, this_job, journal, shown = held_lease.run, held_lease.this_job, held_lease.journal, ""
+    if held_lease.decision is not None:
         return
     while others := awaited(run, journal.status):
         existing = views([other for other in others if other.exists()])
@@ -37,28 +37,28 @@ def wait(tenure: HeldLease, signals: list[int]) -> None:
         if turn.action == "start":
             return
         if turn.action == "end":
-            _end(tenure, Refused(token=me.token, error=turn.words))
+            _end(held_lease, Refused(token=this_job.token, error=turn.words))
         run.failed_starts.unlink(missing_ok=True)  # this start of the job did all that it could
         if (request := cancel_of(journal.status, run)) is not None:
-            _end(tenure, Cancelled(user=request.user))
+            _end(held_lease, Cancelled(user=request.user))
         if journal.status.submitted is not None and journal.status.submitted.scheduler == "slurm":
             from jobkit.supervisor.requeue import start_again
 
             ids = [now.job.job_id for now in existing if now.job is not None and not now.is_over]
-            decision = Decision(action=way_back(me.job), reason=f"it waits for {turn.words}")
-            start_again(me, journal, tenure.config, decision, after=ids)
+            decision = Decision(action=way_back(this_job.job), reason=f"it waits for {turn.words}")
+            start_again(this_job, journal, held_lease.config, decision, after=ids)
             raise NotRunnable(decision.reason)
         if signals:
-            _end(tenure, Refused(token=me.token, error=f"stopped while it waited for {turn.words}"))
+            _end(held_lease, Refused(token=this_job.token, error=f"stopped while it waited for {turn.words}"))
         if turn.words != shown:
             shown = turn.words
             log.info("waiting for %s", shown)
         time.sleep(ASK_SECONDS if any(now.job is not None for now in existing) else LOOK_SECONDS)
 
 
-def _end(tenure: HeldLease, event: Event) -> NoReturn:
+def _end(held_lease: HeldLease, event: Event) -> NoReturn:
     """Journal the end of a run that has not begun."""
-    with tenure.run.begin_lock():
-        tenure.journal.append(event)
-    status = tenure.journal.status
+    with held_lease.run.begin_lock():
+        held_lease.journal.append(event)
+    status = held_lease.journal.status
     raise NotRunnable(f"{status.state}: {status.reason}")

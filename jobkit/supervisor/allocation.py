@@ -174,11 +174,11 @@ class Allocation:
         """Ask the scheduler, in a thread; None if it does not answer."""
         return SchedulerReport(asked_at=time.monotonic())
 
-    def room(self, tenure: HeldLease, look: SchedulerReport, placement: Placement) -> RestartOptions:
+    def room(self, held_lease: HeldLease, look: SchedulerReport, placement: Placement) -> RestartOptions:
         """Return the room that the job has after an attempt."""
         return RestartOptions(in_place=lambda without: True)
 
-    def again(self, tenure: HeldLease, decision: Decision, lost: Collection[str]) -> None:
+    def again(self, held_lease: HeldLease, decision: Decision, lost: Collection[str]) -> None:
         """Put the run into the queue again, as the decision says. `lost`: nodes that this start of the job has lost."""
         raise AssertionError(f"this machine has no queue: {decision}")
 

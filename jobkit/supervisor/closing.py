@@ -50,13 +50,13 @@ class Unsaved(Exception):
     """
 
 
-def end_attempt(tenure: HeldLease, facts: Facts, room: RestartOptions, *, is_saved: bool = True) -> Decision:
+def end_attempt(held_lease: HeldLease, facts: Facts, room: RestartOptions, *, is_saved: bool = True) -> Decision:
     """Journal the end of the open attempt and return the next step; without one, the decision after the last.
 
     With `is_saved=False` it raises Unsaved instead where no attempt follows in this job.
     """
-    run, journal, status = tenure.run, tenure.journal, tenure.journal.status
-    attempt, is_command = status.open_attempt, bool(tenure.config.command)
+    run, journal, status = held_lease.run, held_lease.journal, held_lease.journal.status
+    attempt, is_command = status.open_attempt, bool(held_lease.config.command)
     if attempt is None:
         last = status.attempt.ended if status.attempt is not None else None
         return Decision(action=last.next, reason=last.reason) if last else Decision(action="stop", reason="")
@@ -89,7 +89,7 @@ def end_attempt(tenure: HeldLease, facts: Facts, room: RestartOptions, *, is_sav
     )
     is_newest = attempt.submission == status.person_submission
     if is_newest:
-        decision = decide(fold(status, ended).attempts, tenure.config.retry, room, command=is_command)
+        decision = decide(fold(status, ended).attempts, held_lease.config.retry, room, command=is_command)
     else:
         decision = Decision(action="successor", reason="the run was submitted again")
     if not is_saved and decision.action != "in_place":
@@ -114,7 +114,7 @@ def end_attempt(tenure: HeldLease, facts: Facts, room: RestartOptions, *, is_sav
     elif verdict.cause == "cancelled" and is_newest:
         journal.note(Cancelled(user=request.user if request is not None else ""))
     elif decision.action == "requeue":
-        journal.note(Requeued(job_id=tenure.me.job_id, reason=decision.reason))
+        journal.note(Requeued(job_id=held_lease.this_job.job_id, reason=decision.reason))
     try:
         journal.flush()
     except OSError as error:
@@ -124,22 +124,22 @@ def end_attempt(tenure: HeldLease, facts: Facts, room: RestartOptions, *, is_sav
     return decision
 
 
-def facts_of_rescue(me: ThisJob, dead_node: str | None) -> Facts:
+def facts_of_rescue(this_job: ThisJob, dead_node: str | None) -> Facts:
     """Return the facts of an agent whose supervisor is gone, with or without the node of the batch script."""
     if dead_node is not None:
         return Facts(
-            slurm_cause=me.slurm_cause(),
+            slurm_cause=this_job.slurm_cause(),
             lost_nodes=[LostNode(node=dead_node, why="it held the batch script, and is gone")],
         )
-    return Facts(slurm_cause=me.slurm_cause(), stop_reason=("killed", "the batch script was killed"))
+    return Facts(slurm_cause=this_job.slurm_cause(), stop_reason=("killed", "the batch script was killed"))
 
 
-def facts_of_lost(run: RunDir, attempt: Attempt, me: ThisJob, lease: Lease | None) -> Facts:
+def facts_of_lost(run: RunDir, attempt: Attempt, this_job: ThisJob, lease: Lease | None) -> Facts:
     """Return what the next begin knows of an attempt whose supervisor died with its job, or had no time.
 
     `lease` is the one of that supervisor.
     """
-    if me.job is not None and (attempt.began.token, attempt.began.job_id) == (me.token, me.job_id):
+    if this_job.job is not None and (attempt.began.token, attempt.began.job_id) == (this_job.token, this_job.job_id):
         from jobkit.slurm import nodes
 
         # Slurm itself has put the job back: for the dead node of the batch script, or to make room.

@@ -70,7 +70,7 @@ class HeldLease:
 
     run: RunDir
     config: Config
-    me: ThisJob
+    this_job: ThisJob
     journal: Journal
     adopted: Attempt | None = None
     """An open attempt of this same start of the job, whose agents may live: a supervisor before this one began it."""
@@ -88,10 +88,10 @@ class HeldLease:
         lease = Lease(
             attempt=attempt,
             writer=self.writer,
-            token=self.me.token,
-            job_id=self.me.job_id,
-            restart=self.me.restart,
-            node=self.me.node,
+            token=self.this_job.token,
+            job_id=self.this_job.job_id,
+            restart=self.this_job.restart,
+            node=self.this_job.node,
             host=socket.gethostname(),
             pid=os.getpid(),
         )

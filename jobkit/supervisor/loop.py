@@ -95,16 +95,18 @@ class StopReason:
 class Supervisor:
     """Runs the attempts of one run in one job.
 
-    code = Supervisor(tenure, Allocation(run), signals).run()
+    code = Supervisor(held_lease, Allocation(run), signals).run()
 
     Handlers append to `signals`; each signal wakes the main thread.
     """
 
-    def __init__(self, tenure: HeldLease, allocation: Allocation, signals: list[int]) -> None:
-        me = tenure.me
-        self.tenure, self.allocation = tenure, allocation
-        self.agents = Agents(tenure.run, me.job_id, writer=tenure.writer, host=allocation.host, restart=me.restart)
-        self.starter = Starter(tenure, allocation, self.agents)
+    def __init__(self, held_lease: HeldLease, allocation: Allocation, signals: list[int]) -> None:
+        this_job = held_lease.this_job
+        self.held_lease, self.allocation = held_lease, allocation
+        self.agents = Agents(
+            held_lease.run, this_job.job_id, writer=held_lease.writer, host=allocation.host, restart=this_job.restart
+        )
+        self.starter = Starter(held_lease, allocation, self.agents)
         self.running: Running | None = None
         self.look = SchedulerReport(asked_at=-math.inf)
         """Slurm's newest answer."""
@@ -120,16 +122,16 @@ class Supervisor:
 
     def run(self) -> int:
         """Run attempts until nothing is left to run here; return the exit code for job.sh."""
-        if self.tenure.decision is not None:
-            return self._leave(self.tenure.decision)
+        if self.held_lease.decision is not None:
+            return self._leave(self.held_lease.decision)
         self._ask_slurm()
-        adopted = self.tenure.adopted
+        adopted = self.held_lease.adopted
         running = self._adopt(adopted.began) if adopted is not None else self._next()
         while True:
             while running.alive and (self.look.runs or self.look.cause == "cancelled"):
                 self._turn()
             decision = self._close(running)
-            notify.tell_waiting(self.tenure.run)
+            notify.tell_waiting(self.held_lease.run)
             if decision.action != "in_place":
                 code = self._leave(decision)
                 while running.alive:  # they save in the KillWait that Slurm leaves them; it ends this process too
@@ -175,7 +177,7 @@ class Supervisor:
         used = nodes or self.starter.used
         ranks = sum(map(len, self.starter.places(nodes).values())) if nodes else 0
         names = [] if used == [LOCAL] else used
-        number = self._once_saved(lambda is_saved: attempts.begin(self.tenure, names, ranks, is_saved=is_saved))
+        number = self._once_saved(lambda is_saved: attempts.begin(self.held_lease, names, ranks, is_saved=is_saved))
         self._started_at = time.monotonic()
         ends = min(self.look.ends, self._started_at + self.allocation.attempt_seconds)
         messages = self.starter.messages(number, nodes, ends) if nodes else {}
@@ -203,7 +205,7 @@ class Supervisor:
             return self._once_there_is_room(lambda: act(True))
 
     def _follow(self, number: int, alive: dict[int, str]) -> Running:
-        folder = self.tenure.run.ends_folder(number)
+        folder = self.held_lease.run.ends_folder(number)
         self.running = Running(
             number, alive, lambda: frozenset(int(file.stem) for file in folder.glob("*.json") if file.stem.isdigit())
         )
@@ -213,7 +215,7 @@ class Supervisor:
 
     def _pause(self) -> None:
         """Wait until the next attempt may begin, or until there is a reason to stop."""
-        seconds = attempts.pause(self.tenure)
+        seconds = attempts.pause(self.held_lease)
         until = time.monotonic() + seconds
         if seconds >= LONG_PAUSE_SECONDS:
             self._salvage()
@@ -231,8 +233,8 @@ class Supervisor:
         """
         stop, last = self._reason(), self.running
         facts = last.facts if last is not None else None
-        step = attempts.unsaved_step(self.tenure, facts)
-        attempt = self.tenure.journal.status.attempt
+        step = attempts.unsaved_step(self.held_lease, facts)
+        attempt = self.held_lease.journal.status.attempt
         if step is None or attempt is None or (stop is not None and stop.end <= time.monotonic()):
             return
         until, by_node = time.monotonic() + READY_SECONDS, self.agents.by_node
@@ -253,7 +255,7 @@ class Supervisor:
         self.running = last
         if last is None:  # else the ends of its ranks are not in the journal yet
             self.agents.acknowledge_exits()
-        if attempts.unsaved_step(self.tenure, facts) is not None:
+        if attempts.unsaved_step(self.held_lease, facts) is not None:
             log.warning("the snapshot of step %d was not saved: logs/%d may say why", step, attempt.number)
 
     # While ranks live
@@ -282,8 +284,8 @@ class Supervisor:
             running.ask(stop.cause, stop.words, time.monotonic(), end=stop.end, margin=stop.margin)
 
     def _take(self, agent: Agent, news: News) -> None:
-        if isinstance(news, Hello) and news.alive and self.tenure.adopted is not None:
-            self.tenure.run.failed_starts.unlink(missing_ok=True)  # to job.sh they are as good as a beginning
+        if isinstance(news, Hello) and news.alive and self.held_lease.adopted is not None:
+            self.held_lease.run.failed_starts.unlink(missing_ok=True)  # to job.sh they are as good as a beginning
         if isinstance(news, Signalled):
             self._signalled_at = time.monotonic()
         if isinstance(news, (Signalled, Lost)):
@@ -340,7 +342,7 @@ class Supervisor:
 
     def _is_open(self, request: Request) -> bool:
         """Return whether a request is about the attempt that runs, or came in the pause after the last one."""
-        attempt = self.tenure.journal.status.attempt
+        attempt = self.held_lease.journal.status.attempt
         if attempt is None or attempt.number != request.attempt:
             return False
         if attempt.ended is None:
@@ -357,10 +359,10 @@ class Supervisor:
 
     def _look_at_disk(self) -> tuple[Request | None, int]:
         """Return a request for this attempt, and the size of a save that a person waits for; called in a thread."""
-        status = self.tenure.journal.status
+        status = self.held_lease.journal.status
         attempt = 0 if status.attempt is None else status.attempt.number
-        unfinished = self.tenure.run.unfinished_bytes() if self._person_waits else -1
-        return request_of(self.tenure.run, status.person_submission, attempt), unfinished
+        unfinished = self.held_lease.run.unfinished_bytes() if self._person_waits else -1
+        return request_of(self.held_lease.run, status.person_submission, attempt), unfinished
 
     # End
 
@@ -381,20 +383,20 @@ class Supervisor:
                 running.keep_nodes({lost.node for lost in facts.lost_nodes} - self.look.down - self.starter.lost)
         self.starter.lost |= {lost.node for lost in facts.lost_nodes}
         facts.slurm_cause = self.look.cause
-        room = self.allocation.room(self.tenure, self.look, self.starter.placement)
+        room = self.allocation.room(self.held_lease, self.look, self.starter.placement)
         ranks_live = bool(running.alive)
         if not ranks_live:
             self._started_at = math.inf
         decision = self._once_saved(
             # Ranks that live save themselves; Slurm leaves this process no time to wait for them.
-            lambda is_saved: attempts.close(self.tenure, facts, room, is_saved=is_saved or ranks_live)
+            lambda is_saved: attempts.close(self.held_lease, facts, room, is_saved=is_saved or ranks_live)
         )
         log.info("attempt %d ended: %s (%s)", running.attempt, decision.reason, decision.action)
-        ended = self.tenure.journal.status.attempt
+        ended = self.held_lease.journal.status.attempt
         if ended is not None and ended.ended is not None and ended.ended.cause == "disk":
-            self.tenure.journal.flush()  # the ranks have waited for room already
+            self.held_lease.journal.flush()  # the ranks have waited for room already
         else:
-            self._once_there_is_room(self.tenure.journal.flush)
+            self._once_there_is_room(self.held_lease.journal.flush)
         self.agents.acknowledge_exits()
         return decision
 
@@ -414,8 +416,8 @@ class Supervisor:
     def _leave(self, decision: Decision) -> int:
         """Carry out a decision that ends this job; return the exit code."""
         if decision.action in ("requeue", "successor"):
-            self.allocation.again(self.tenure, decision, self.starter.lost)
+            self.allocation.again(self.held_lease, decision, self.starter.lost)
             return EXIT_RESUMABLE
         if decision.action == "fail":
             return EXIT_RUN_FAILED
-        return EXIT_FINISHED if self.tenure.journal.status.state == "finished" else EXIT_RESUMABLE
+        return EXIT_FINISHED if self.held_lease.journal.status.state == "finished" else EXIT_RESUMABLE

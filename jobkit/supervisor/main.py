@@ -46,13 +46,13 @@ def main(arguments: Sequence[str]) -> int:
         signals.append(signal.SIGTERM)
     for signum in (signal.SIGTERM, signal.SIGINT):  # job.sh has ignored SIGTERM until here
         signal.signal(signum, lambda number, frame: signals.append(number))
-    me = None
+    this_job = None
     try:
         before = _patiently(lambda: read_status(run))
         if before.submitted is None:  # not `another job runs it`: job.sh tries another node
             raise NotRunnable(f"{run.path} is not here: is its file system mounted on this node?", EXIT_FAILED)
-        me = _patiently(lambda: _this_job(run, scheduler))
-        code = _run(run, me, scheduler, srun_arguments, signals)
+        this_job = _patiently(lambda: _this_job(run, scheduler))
+        code = _run(run, this_job, scheduler, srun_arguments, signals)
     except NotRunnable as error:
         log.warning("%s: %s", run.name, error)
         code = error.exit_code
@@ -63,8 +63,8 @@ def main(arguments: Sequence[str]) -> int:
         log.warning("%s: %s: the job ends; once the disk takes files, the same command continues it", run.name, error)
         notify.tell_no_room(run, error)
         code = EXIT_NO_ROOM
-    if me is not None and code != EXIT_NO_ROOM:
-        notify.tell(run, me.token, before)
+    if this_job is not None and code != EXIT_NO_ROOM:
+        notify.tell(run, this_job.token, before)
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, signal.SIG_IGN)  # at its end Python gives up handlers, and a signal would kill it
     return code
@@ -82,7 +82,7 @@ def _this_job(run: RunDir, scheduler: str) -> ThisJob:
     return ThisJob(job_id=os.environ["JOBKIT_JOB_ID"], token=os.environ["JOBKIT_TOKEN"])
 
 
-def _failed_setup(run: RunDir, me: ThisJob) -> FailedSetup | None:
+def _failed_setup(run: RunDir, this_job: ThisJob) -> FailedSetup | None:
     """Return the setup line that failed in this start of the job, by job.sh's words, with its last lines of output:
     the last one alone may be a hint, as that of `module load`."""
     if "JOBKIT_SETUP_FAILED" not in os.environ:
@@ -92,23 +92,23 @@ def _failed_setup(run: RunDir, me: ThisJob) -> FailedSetup | None:
     said = re.sub(r"(^| / )\S+: line \d+: ", r"\1", said)  # bash names the script
     typed = re.sub(r"\w+=[^\s;]+", lambda match: masked_word(match[0]), line.partition("\n")[0])
     words = ": ".join(filter(None, [typed, said]))
-    return FailedSetup(node=me.node, words=f"{words} (exit code {code})")
+    return FailedSetup(node=this_job.node, words=f"{words} (exit code {code})")
 
 
-def _run(run: RunDir, me: ThisJob, scheduler: str, srun_arguments: Sequence[str], signals: list[int]) -> int:
+def _run(run: RunDir, this_job: ThisJob, scheduler: str, srun_arguments: Sequence[str], signals: list[int]) -> int:
     # Ranks may live, and train on while there is no room for the lease.
-    tenure = _patiently(lambda: take_over(run, me))
-    failed_setup = _failed_setup(run, me)
+    held_lease = _patiently(lambda: take_over(run, this_job))
+    failed_setup = _failed_setup(run, this_job)
     if failed_setup is None:
-        _patiently(lambda: after.wait(tenure, signals))
+        _patiently(lambda: after.wait(held_lease, signals))
     if scheduler == "slurm":
         from jobkit.supervisor.slurm_allocation import SlurmAllocation
 
-        allocation: Allocation = SlurmAllocation(run, me, tenure.config, srun_arguments)
+        allocation: Allocation = SlurmAllocation(run, this_job, held_lease.config, srun_arguments)
     else:
-        allocation = Allocation(run, tenure.config.resources.seconds, tenure.config.container)
+        allocation = Allocation(run, held_lease.config.resources.seconds, held_lease.config.container)
     allocation.failed_setup = failed_setup
-    supervisor = Supervisor(tenure, allocation, signals)
+    supervisor = Supervisor(held_lease, allocation, signals)
     ending: Exception | None = None
     try:
         code = supervisor.run()

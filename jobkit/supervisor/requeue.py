@@ -49,7 +49,7 @@ def could_start_without(journal: Journal, config: Config, job: Job | None, witho
 
 
 def start_again(
-    me: ThisJob,
+    this_job: ThisJob,
     journal: Journal,
     config: Config,
     decision: Decision,
@@ -67,23 +67,25 @@ def start_again(
         try:
             if (request := cancel_of(journal.status, journal.run)) is not None:  # it came since the attempt's end
                 journal.append(Cancelled(user=request.user))
-                _take_back(me)
+                _take_back(this_job)
                 return
-            job, now = jobs.show(me.job_id), jobs.controller_time()
-            is_queued = job is not None and job.is_requeued(now, me.restart)  # by Slurm itself, or by an earlier try
+            job, now = jobs.show(this_job.job_id), jobs.controller_time()
+            is_queued = job is not None and job.is_requeued(
+                now, this_job.restart
+            )  # by Slurm itself, or by an earlier try
             if job is not None and not is_queued and jobs.stop_cause(job, now) == "cancelled":
                 journal.append(Cancelled(reason="scancel"))  # a job that follows would undo it, and so would a requeue
                 return
             fewer = None if job is None or is_queued else _fewer_nodes(journal, config, job, lost)
             if not is_queued and (is_refused or fewer is not None):
-                _submit_successor(me, journal, job, fewer, after, decision.pause)
-            elif is_queued or jobs.requeue(me.job_id, me.restart):
-                _exclude(journal, me, job)
+                _submit_successor(this_job, journal, job, fewer, after, decision.pause)
+            elif is_queued or jobs.requeue(this_job.job_id, this_job.restart):
+                _exclude(journal, this_job, job)
                 if decision.pause:
-                    jobs.begin_later(me.job_id, decision.pause)
+                    jobs.begin_later(this_job.job_id, decision.pause)
                 if after:
-                    jobs.depend(me.job_id, after)
-                if _is_cancelled_since(me.job_id):
+                    jobs.depend(this_job.job_id, after)
+                if _is_cancelled_since(this_job.job_id):
                     journal.append(Cancelled(reason="scancel"))
             else:
                 journal.append(Cancelled(reason="scancel"))
@@ -99,12 +101,12 @@ def start_again(
         time.sleep(PAUSE_SECONDS)
 
 
-def _take_back(me: ThisJob) -> None:
+def _take_back(this_job: ThisJob) -> None:
     """End a job that is in the queue again, by Slurm itself or by an earlier try: its run is cancelled by now."""
     with contextlib.suppress(SchedulerError):  # then the job ends by itself once it starts
-        job = jobs.show(me.job_id)
-        if job is not None and job.is_requeued(jobs.controller_time(), me.restart):
-            jobs.cancel(me.job_id)
+        job = jobs.show(this_job.job_id)
+        if job is not None and job.is_requeued(jobs.controller_time(), this_job.restart):
+            jobs.cancel(this_job.job_id)
 
 
 def _is_cancelled_since(job_id: str) -> bool:
@@ -114,13 +116,13 @@ def _is_cancelled_since(job_id: str) -> bool:
     return job is not None and jobs.stop_cause(job, jobs.controller_time()) == "cancelled"
 
 
-def _exclude(journal: Journal, me: ThisJob, job: Job | None) -> None:
+def _exclude(journal: Journal, this_job: ThisJob, job: Job | None) -> None:
     """Keep the job off the nodes that the run has given up: Slurm takes this after the requeue only."""
     given_up = journal.status.excluded_nodes
     if not given_up or job is None:
         return
     if _would_start(journal, job, ()):
-        jobs.exclude_nodes(me.job_id, ",".join(_excluded(journal, job, ())))
+        jobs.exclude_nodes(this_job.job_id, ",".join(_excluded(journal, job, ())))
     else:
         log.warning("not excluded, too few other nodes: %s", ", ".join(given_up))
 
@@ -153,13 +155,13 @@ def _fewer_nodes(journal: Journal, config: Config, job: Job, lost: Collection[st
 
 
 def _submit_successor(
-    me: ThisJob, journal: Journal, job: Job | None, count: int | None, after: Sequence[str], later: float
+    this_job: ThisJob, journal: Journal, job: Job | None, count: int | None, after: Sequence[str], later: float
 ) -> None:
     """Queue the run's batch script again, to start when this job has ended, and `later` seconds from now."""
     run, submitted = journal.run, journal.status.submitted
     assert submitted is not None
     with run.submit_lock() as lock:
-        if submitted.token == me.token:
+        if submitted.token == this_job.token:
             number = submitted.number + 1
             token = new_token(run.name, number)
             following = dataclasses.replace(submitted, token=token, number=number, by="supervisor", time=0.0)
@@ -169,7 +171,7 @@ def _submit_successor(
         token = str(journal.status.token)
         options: list[str] = [
             f"--comment={token}",
-            f"--dependency={jobs.afterany([me.job_id, *after])}",
+            f"--dependency={jobs.afterany([this_job.job_id, *after])}",
             *_own_task(journal),
         ]
         if job is not None and journal.status.excluded_nodes:

@@ -76,9 +76,9 @@ class SlurmAllocation(Allocation):
     host = ""
     signals_stop = False
 
-    def __init__(self, run: RunDir, me: ThisJob, config: Config, srun_arguments: Sequence[str] = ()) -> None:
+    def __init__(self, run: RunDir, this_job: ThisJob, config: Config, srun_arguments: Sequence[str] = ()) -> None:
         super().__init__(run, container=config.container)
-        self.me, self.resources = me, config.resources
+        self.this_job, self.resources = this_job, config.resources
         self.srun_arguments = srun_arguments
         self._names = nodes.expand(os.environ["SLURM_JOB_NODELIST"])
         self._steps: list[SrunStep] = []
@@ -150,7 +150,7 @@ class SlurmAllocation(Allocation):
 
         A busy slurmctld may repeat a kill of the last start's step a minute later, and each start counts from 0.
         """
-        for _ in range(self.me.restart % STEP_NUMBERS):
+        for _ in range(self.this_job.restart % STEP_NUMBERS):
             empty = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "true"]
             try:
                 subprocess.run(empty, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60)
@@ -243,7 +243,7 @@ class SlurmAllocation(Allocation):
     def poll(self) -> SchedulerReport | None:
         asked = time.monotonic()
         try:
-            job = jobs.show(self.me.job_id, QUICK_SECONDS)
+            job = jobs.show(self.this_job.job_id, QUICK_SECONDS)
             now, monotonic = jobs.controller_time(), time.monotonic()
             kill_wait = float(commands.config().get("KillWait", "30 sec").split()[0])
             down = {node for node in set(self._suspects) if not nodes.slurmd_answers(node)}
@@ -259,25 +259,27 @@ class SlurmAllocation(Allocation):
         return SchedulerReport(
             asked_at=asked,
             job=job,
-            cause=jobs.stop_cause(job, now, restarts=self.me.restart),
-            runs=job.runs and not job.is_requeued(now, self.me.restart),
+            cause=jobs.stop_cause(job, now, restarts=self.this_job.restart),
+            runs=job.runs and not job.is_requeued(now, self.this_job.restart),
             ends=math.inf if seconds is None else monotonic + seconds,
             margin=margin_of(limit),
             kill_wait=kill_wait,
             down=frozenset(down),
         )
 
-    def room(self, tenure: HeldLease, look: SchedulerReport, placement: Placement) -> RestartOptions:
+    def room(self, held_lease: HeldLease, look: SchedulerReport, placement: Placement) -> RestartOptions:
         has_time = look.ends - time.monotonic() > 1.5 * look.margin  # else it would be stopped before it has done much
         return RestartOptions(
             in_place=lambda without: look.runs and has_time and placement.can_start_again(without),
             requeue=way_back(look.job),
             spares=max(0, len(placement.usable) - self.resources.nodes),
-            elsewhere=lambda without: requeue.could_start_without(tenure.journal, tenure.config, look.job, without),
+            elsewhere=lambda without: requeue.could_start_without(
+                held_lease.journal, held_lease.config, look.job, without
+            ),
         )
 
-    def again(self, tenure: HeldLease, decision: Decision, lost: Collection[str]) -> None:
-        requeue.start_again(tenure.me, tenure.journal, tenure.config, decision, lost)
+    def again(self, held_lease: HeldLease, decision: Decision, lost: Collection[str]) -> None:
+        requeue.start_again(held_lease.this_job, held_lease.journal, held_lease.config, decision, lost)
 
 
 def this_job(run: RunDir) -> ThisJob:

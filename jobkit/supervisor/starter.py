@@ -40,8 +40,8 @@ class Starter:
     for node, message in starter.messages(3, nodes, math.inf).items(): agents.send(agents.by_node[node], message)
     """
 
-    def __init__(self, tenure: HeldLease, allocation: Allocation, agents: Agents) -> None:
-        self.tenure, self.allocation, self.agents = tenure, allocation, agents
+    def __init__(self, held_lease: HeldLease, allocation: Allocation, agents: Agents) -> None:
+        self.held_lease, self.allocation, self.agents = held_lease, allocation, agents
         self.names = allocation.nodes()
         self.used: list[str] = []
         """The nodes of the last attempt, in the order of its ranks."""
@@ -51,8 +51,8 @@ class Starter:
 
     @property
     def placement(self) -> Placement:
-        count = partial(nodes_to_use, self.tenure.config) if self.names != [LOCAL] else lambda usable: usable
-        return Placement(self.names, self.lost, self.tenure.journal.status.excluded_nodes, count)
+        count = partial(nodes_to_use, self.held_lease.config) if self.names != [LOCAL] else lambda usable: usable
+        return Placement(self.names, self.lost, self.held_lease.journal.status.excluded_nodes, count)
 
     def give_up(self, node: str) -> None:
         """Use a node no more in this start of the job. This machine has no other: there only the agent is replaced."""
@@ -78,7 +78,7 @@ class Starter:
             return []
         placement, by_node = self.placement, self.agents.by_node
         ready = [node for node, agent in by_node.items() if agent.is_ready]
-        self.used = placement.choose(self.used, self.tenure.config.resources.nodes, ready)
+        self.used = placement.choose(self.used, self.held_lease.config.resources.nodes, ready)
         if not self.used:
             raise CannotStart(LaunchFailure(words=f"too few nodes are left of {', '.join(self.names)}"))
         missing = [node for node in self.used if node not in by_node]
@@ -124,17 +124,17 @@ class Starter:
 
         A `command:` without jobkit.init has no loop.
         """
-        ended = [attempt for attempt in self.tenure.journal.status.attempts_of_submission() if attempt.ended]
+        ended = [attempt for attempt in self.held_lease.journal.status.attempts_of_submission() if attempt.ended]
         return any(end_of(attempt).first_step is not None or ran_until_stopped(attempt) for attempt in ended)
 
     @property
     def _next_number(self) -> int:
-        last = self.tenure.journal.status.attempt
+        last = self.held_lease.journal.status.attempt
         return 1 if last is None else last.number + 1
 
     def places(self, nodes: Sequence[str]) -> dict[str, list[RankPlace]]:
         """Return the ranks of each agent; the agent of this machine has those of all simulated nodes."""
-        resources = self.tenure.config.resources
+        resources = self.held_lease.config.resources
         is_local = list(nodes) == [LOCAL]
         each = resources.ranks_per_node
         places: dict[str, list[RankPlace]] = {}

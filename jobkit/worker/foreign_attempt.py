@@ -56,7 +56,7 @@ class ForeignAttempt:
 
     rank: Rank
     joined: Joined
-    tenure: HeldLease | None
+    held_lease: HeldLease | None
     """Rank 0's right to write the journal."""
     alive: Lock | None
     """Rank 0 holds it until it ends: it proves to others that the attempt lives."""
@@ -65,7 +65,7 @@ class ForeignAttempt:
 
     def close(self, end: RankReport, code: int) -> None:
         """Journal the end of the attempt, on rank 0."""
-        if self.tenure is None:
+        if self.held_lease is None:
             return
         host, step = socket.gethostname(), -1 if end.step is None else end.step
         # The last save was made by all ranks together: they end alike.
@@ -73,10 +73,10 @@ class ForeignAttempt:
         exits = [RankExited(serial=1, attempt=self.rank.attempt, rank=rank, code=code, step=step) for rank in ranks]
         facts = Facts(exits=[(exited, host) for exited in exits])
         if end.kind == "stopped":
-            submission = self.tenure.journal.status.person_submission
+            submission = self.held_lease.journal.status.person_submission
             request = request_of(self.rank.run, submission, self.rank.attempt)
             facts.stop_reason = ("stopped" if request is None else REQUESTS[request.kind]), ""
-        attempt.close(self.tenure, facts, RestartOptions())
+        attempt.close(self.held_lease, facts, RestartOptions())
 
 
 def begin(loaded: Loaded, run: RunDir, launch: Launch) -> ForeignAttempt | None:
@@ -116,8 +116,8 @@ def begin(loaded: Loaded, run: RunDir, launch: Launch) -> ForeignAttempt | None:
     _prepare_disks(rank, dataclasses.replace(loaded, config=rank.config), joined.ranks, disks)
     os.environ.update(JOBKIT_RUN=str(run.path), JOBKIT_ATTEMPT=str(rank.attempt))
     take_stop_signals(page, ctrl_c=True)
-    if launched.tenure is not None:
-        submission = launched.tenure.journal.status.person_submission
+    if launched.held_lease is not None:
+        submission = launched.held_lease.journal.status.person_submission
         threading.Thread(target=_watch_requests, args=(rank, submission), daemon=True).start()
     return launched
 
@@ -160,8 +160,8 @@ def _begin(launched: ForeignAttempt, loaded: Loaded, launch: Launch) -> int | No
                 config={key: loaded.written[key] for key in ("name", "seed", "params")},
             )
         )
-    launched.tenure = attempt.take_over(run, ThisJob(job_id=f"local-{os.getpid()}", token=token))
-    return attempt.begin(launched.tenure, [], launch.topology.world_size)
+    launched.held_lease = attempt.take_over(run, ThisJob(job_id=f"local-{os.getpid()}", token=token))
+    return attempt.begin(launched.held_lease, [], launch.topology.world_size)
 
 
 def _export_place(launch: Launch, ranks: RankGroup) -> Reservation | None:

@@ -17,7 +17,7 @@ from harness.training import curve, result
 
 from jobkit.checkpoint.checkpointer import Checkpointer
 from jobkit.checkpoint.digests import weighted_sums
-from jobkit.checkpoint.live import Entry
+from jobkit.checkpoint.leaves import Entry
 from jobkit.checkpoint.memory import Slot
 from jobkit.checkpoint.shard import parse_header
 from jobkit.checkpoint.staging import RankPosition, Stager

@@ -66,7 +66,7 @@ def untracked(ctx):
 
 def other_optimizer(ctx):
     model, _, loader = parts(ctx)
-    ctx._spread.optimizers.clear()
+    ctx._parallelizer.optimizers.clear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ctx.track(model=model, loader=loader)
     for step in ctx.steps(10):

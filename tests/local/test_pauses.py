@@ -19,10 +19,10 @@ BEGINS_LATE = """\
 import os, time
 from jobkit.supervisor import attempt
 begin = attempt.begin
-def begin_late(tenure, *words, **options):
-    while tenure.me.began(tenure.journal.status.attempt) and not tenure.run.request_file("cancel").exists():
+def begin_late(held, *words, **options):
+    while held.this_job.began(held.journal.status.attempt) and not held.run.request_file("cancel").exists():
         time.sleep(0.01)
-    return begin(tenure, *words, **options)
+    return begin(held, *words, **options)
 if os.environ.get("BEGINS_LATE"):
     attempt.begin = begin_late
 """
@@ -32,12 +32,12 @@ DIES = """\
 import os
 from jobkit.supervisor import attempt
 close = attempt.close
-def close_later(tenure, *words, is_saved):
-    died = tenure.run.outputs / "supervisor died"
+def close_later(held_lease, *words, is_saved):
+    died = held_lease.run.outputs / "supervisor died"
     if is_saved and os.environ.get("DIES") and not died.exists():
         died.touch()
         os._exit(1)
-    return close(tenure, *words, is_saved=is_saved)
+    return close(held_lease, *words, is_saved=is_saved)
 attempt.close = close_later
 """
 """A supervisor dies once it has the newest snapshot saved, before it journals the end."""

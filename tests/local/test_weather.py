@@ -86,7 +86,10 @@ def test_a_typo_at_the_step_of_a_checkpoint_fails_with_the_reason(project: Proje
 def test_cancel_and_ctrl_c_act_at_once_in_a_pause(project: Project) -> None:
     launch = with_task(project).submit(*THREE, "retry.patience=1h").wait_for_step(40)
     be(launch, "bucket")
-    launch.wait_until(lambda me: me.status.is_over or (me.ends[-1:] and me.ends[-1].tries >= 4), "a pause of 15 s")
+    launch.wait_until(
+        lambda me: me.status.is_over or (me.ends[-1:] and me.ends[-1].tries >= 4),
+        "a pause of 15 s",
+    )
     number, next_at = len(launch.ends), launch.ends[-1].next_at
     assert next_at is not None
     project.jobkit("cancel", "-y", launch.run.name)

@@ -189,7 +189,7 @@ def own_shards(ranks: RankGroup, folder: Path, number: int, kind: str | None, wa
     except Stopped:
         return first, None, losses
     assert kinds == {DTensor}
-    assert ctx._spread.forward_is_collective  # else the ranks below would wait for each other for minutes
+    assert ctx._parallelizer.forward_is_collective  # else the ranks below would wait for each other for minutes
     with ctx.evaluating(model):  # four batches: a rank without one makes the forward of the others all the same
         mean = ctx.evaluate(
             lambda batch, ids: model(batch[0])[:, 0].float(), TensorDataset(*plain.batch_of(100, 7)), batch_size=2

@@ -45,7 +45,7 @@ def train(
     model = ctx.parallelize(plain.net(ranks.rank))  # rank 0's weights count
     rule = ctx.optimizer(model, torch.optim.SGD, **plain.SGD)
     ctx.track(model=model, optimizer=rule)
-    place = plain.ALONE if ctx._spread.data_size == 1 else ranks
+    place = plain.ALONE if ctx._parallelizer.data_size == 1 else ranks
     part: nn.Module = model.own_stage if hasattr(model, "own_stage") else model
 
     def joined(mine: plain.Arrays) -> plain.Arrays:

@@ -16,7 +16,7 @@ from torch import nn
 
 from jobkit.checkpoint import memory
 from jobkit.checkpoint.checkpointer import Checkpointer
-from jobkit.checkpoint.live import Entry
+from jobkit.checkpoint.leaves import Entry
 from jobkit.checkpoint.memory import RECORD
 from jobkit.checkpoint.staging import RankPosition
 from jobkit.errors import CheckpointError, UsageError

@@ -37,7 +37,7 @@ def evaluation(ranks: RankGroup, folder: Path, precision: str, together: bool) -
     torch.manual_seed(0)
     config = Config(name="test", task="module:function", precision=precision, seed=1)
     ctx = make_context(folder / str(ranks.world_size), ranks, config)
-    ctx._spread.forward_is_collective = together
+    ctx._parallelizer.forward_is_collective = together
     model = ctx.parallelize(nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)))
     optimizer = EmaAdamW(model.parameters(), lr=0.1)
     ctx.track(model=model, optimizer=optimizer)

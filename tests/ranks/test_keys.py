@@ -101,21 +101,21 @@ def test_a_loss_that_is_no_number_is_not_saved_where_a_break_leaves_its_step(tmp
 
 def options_of_torch(ranks: RankGroup) -> dict[str, Any]:
     model, optimizer = nn.Linear(4, 4), torch.optim.SGD
-    spread = Parallelizer(config(comm=CommConfig(hook="powersgd", powersgd_rank=3, bucket_cap_mb=7)), CPU, ranks)
-    ddp: Any = spread.parallelize(model)
-    spread.optimizer(ddp, optimizer, lr=0.1)
-    power: Any = spread.compressions[0]._power_sgd
+    parallelizer = Parallelizer(config(comm=CommConfig(hook="powersgd", powersgd_rank=3, bucket_cap_mb=7)), CPU, ranks)
+    ddp: Any = parallelizer.parallelize(model)
+    parallelizer.optimizer(ddp, optimizer, lr=0.1)
+    power: Any = parallelizer.compressions[0]._power_sgd
     policies: list[Any] = []
     real = fsdp.fully_shard
     fsdp.fully_shard = lambda *a, **k: policies.append(k["offload_policy"]) or real(*a, **k)  # type: ignore[assignment]
     offloads = config(parallel=ParallelConfig(data="zero3", offload=True))
     Parallelizer(offloads, CPU, ranks).parallelize(nn.Linear(4, 4))
     piped = config(parallel=ParallelConfig(pipeline=2, microbatches=5))
-    spread = Parallelizer(piped, CPU, ranks)
-    pipeline = spread.parallelize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    parallelizer = Parallelizer(piped, CPU, ranks)
+    pipeline = parallelizer.parallelize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     batch = torch.ones(12, 4), torch.ones(12, 4)
     with pytest.raises(UsageError) as refused:
-        GradientStep(piped, spread).backward(pipeline, batch, nn.functional.mse_loss, global_batch_size=12)
+        GradientStep(piped, parallelizer).backward(pipeline, batch, nn.functional.mse_loss, global_batch_size=12)
     return {
         "comm.powersgd_rank": power.matrix_approximation_rank,
         "comm.bucket_cap_mb": ddp.bucket_bytes_cap,

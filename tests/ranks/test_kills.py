@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from jobkit.checkpoint.checkpointer import Checkpointer
-from jobkit.checkpoint.live import Entry
+from jobkit.checkpoint.leaves import Entry
 from jobkit.checkpoint.salvage import save_newest
 from jobkit.checkpoint.staging import RankPosition
 from jobkit.checkpoint.store import Store

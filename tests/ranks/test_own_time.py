@@ -22,15 +22,15 @@ def train(ranks: RankGroup, is_sharded: bool) -> tuple[list[float], list[float] 
     The least: on a busy machine a rank may wait for a processor in any step.
     """
     model = nn.Linear(4, 4)
-    spread: nn.Module = fully_shard(model) if is_sharded else DistributedDataParallel(model)
+    parallelizer: nn.Module = fully_shard(model) if is_sharded else DistributedDataParallel(model)
     clock = OwnTime(torch.device("cpu"), ranks.rank, ranks.world_size)
-    clock.watch(spread)
+    clock.watch(parallelizer)
     least = [math.inf] * ranks.world_size
     for step in range(WINDOW):
         clock.begin()
         time.sleep(0.2 if ranks.rank == (step > 0) else 0.0)
         for _ in range(2 if is_sharded else 1):  # a sharded model's second forward comes after a wait
-            spread(torch.ones(2, 4)).sum().backward()
+            parallelizer(torch.ones(2, 4)).sum().backward()
         clock.close()
         shares = ranks.maximum(*clock.share())
         medians = clock.median(shares)

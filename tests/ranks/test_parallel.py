@@ -111,14 +111,17 @@ class Attempt:
         optimizer = ctx.optimizer(model, jobkit.optim.EmaAdamW, lr=1e-2, weight_decay=0.1)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
         ctx.track(model=model, optimizer=optimizer, scheduler=scheduler)
-        place = SimpleNamespace(rank=ctx._spread.data_rank, world_size=ctx._spread.data_size)
+        place = SimpleNamespace(rank=ctx._parallelizer.data_rank, world_size=ctx._parallelizer.data_size)
         for step in ctx.steps(STEPS):
             if die_at:
                 ctx._checkpointer.snapshots.wait()  # on a busy machine the next one would be left out
             if die_at and step == die_at:
                 ctx._checkpointer.wait()
                 return None
-            batch, micro = plain.share(place, plain.batch_of(step)), None if ctx._spread.stage_group is not None else 2
+            batch, micro = (
+                plain.share(place, plain.batch_of(step)),
+                None if ctx._parallelizer.stage_group is not None else 2,
+            )
             loss = ctx.backward(model, batch, plain.mse, micro_batch_size=micro, global_batch_size=plain.BATCH)
             ctx.update(optimizer, max_norm=0.5)
             scheduler.step()

@@ -12,7 +12,7 @@ from harness.ranks import run_ranks
 from torch import Tensor
 
 from jobkit.checkpoint.checkpointer import Checkpointer
-from jobkit.checkpoint.live import Entry
+from jobkit.checkpoint.leaves import Entry
 from jobkit.checkpoint.memory import RECORD, Slot
 from jobkit.checkpoint.reading import Damaged
 from jobkit.checkpoint.salvage import save_newest

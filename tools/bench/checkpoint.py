@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from jobkit.checkpoint.checkpointer import Checkpointer
-from jobkit.checkpoint.live import Entry
+from jobkit.checkpoint.leaves import Entry
 from jobkit.checkpoint.staging import RankPosition
 from jobkit.wire.group import RankGroup
 

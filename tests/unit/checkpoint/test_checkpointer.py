@@ -17,7 +17,7 @@ from torch import nn
 from jobkit.checkpoint.checkpointer import Checkpointer
 from jobkit.checkpoint.export import write_final
 from jobkit.checkpoint.free_memory import free_bytes
-from jobkit.checkpoint.live import Entry
+from jobkit.checkpoint.leaves import Entry
 from jobkit.checkpoint.memory import RECORD
 from jobkit.checkpoint.staging import RankPosition
 from jobkit.errors import CheckpointError, JobkitError, LostLease

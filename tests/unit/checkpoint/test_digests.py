@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from jobkit.checkpoint.digests import CHUNK, leaf_digests, plain_leaves, tensor_digests, weighted_sums
-from jobkit.checkpoint.live import Leaves
+from jobkit.checkpoint.leaves import Leaves
 from jobkit.checkpoint.tree import flatten
 
 TENSORS = {

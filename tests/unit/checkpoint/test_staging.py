@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from jobkit.checkpoint.live import Entry, finder_of, names_of
+from jobkit.checkpoint.leaves import Entry, finder_of, names_of
 from jobkit.checkpoint.shard import BLOCK, parse_header, sums_of, write_shard
 from jobkit.checkpoint.staging import PAGE, RankPosition, Stager, divide
 from jobkit.loop.tracked import PendingGradients

@@ -18,7 +18,7 @@ from harness.ranks import make_context
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from jobkit.checkpoint.checkpointer import Checkpointer
-from jobkit.checkpoint.live import Entry
+from jobkit.checkpoint.leaves import Entry
 from jobkit.checkpoint.shard import write_shard
 from jobkit.checkpoint.staging import RankPosition, Stager
 from jobkit.data.seeds import generator_state, load_generator_state, seed_generators

@@ -455,7 +455,7 @@ def _supervisor(run: RunDir, kind: str, *events: Event) -> Callable[[], None]:
 @pytest.mark.parametrize(
     ("events", "state", "part"),
     [
-        ([ended("cancelled", "stop", last_step=60), Cancelled(user="me")], "cancelled", "cancelled at step 60"),
+        ([ended("cancelled", "stop", last_step=60), Cancelled(user="this_job")], "cancelled", "cancelled at step 60"),
         ([ended(), finished()], "finished", "ended before it could be cancelled"),
         ([ended("timeout", "stop", last_step=60)], "cancelled", "cancelled at step 60"),
         ([ended("crashed", "fail")], "failed", "ended before it could be cancelled"),

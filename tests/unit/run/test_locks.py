@@ -62,9 +62,9 @@ MOUNTINFO = r"""
 44 30 0:56 / /lustre rw,relatime shared:82 - lustre 10.0.0.1@o2ib:/lfs rw,flock,user_xattr,lazystatfs,encrypt
 45 30 0:57 / /lustre/localflock rw,relatime shared:83 - lustre 10.0.0.1@o2ib:/lfs rw,localflock,user_xattr,lazystatfs
 46 30 0:58 / /mnt/beegfs rw,relatime shared:84 - beegfs beegfs_nodev rw,cfgFile=/etc/beegfs/beegfs-client.conf
-47 40 0:59 / /home/me/remote rw,nosuid,nodev shared:85 - fuse.sshfs me@host:/data rw,user_id=1000,group_id=1000
-48 30 0:60 / /mnt/My\040Share rw,relatime shared:86 - cifs //nas/share rw,vers=3.1.1,cache=strict,username=me,soft,serverino
-49 30 0:61 / /mnt/nobrl rw,relatime shared:87 - cifs //nas/share rw,vers=3.1.1,cache=strict,username=me,soft,nobrl
+47 40 0:59 / /home/this_job/remote rw,nosuid,nodev shared:85 - fuse.sshfs this_job@host:/data rw,user_id=1000,group_id=1000
+48 30 0:60 / /mnt/My\040Share rw,relatime shared:86 - cifs //nas/share rw,vers=3.1.1,cache=strict,username=this_job,soft,serverino
+49 30 0:61 / /mnt/nobrl rw,relatime shared:87 - cifs //nas/share rw,vers=3.1.1,cache=strict,username=this_job,soft,nobrl
 50 30 0:62 / /docker rw,relatime - overlay overlay rw,lowerdir=/var/lib/docker/l/A,upperdir=/var/lib/docker/u,workdir=/w
 51 30 8:18 / /gfs rw,relatime - gfs2 /dev/mapper/gfs rw
 52 30 8:33 / /over rw,relatime - nfs4 fs1.lab:/over rw,vers=4.2,local_lock=none
@@ -77,7 +77,7 @@ MOUNTINFO = r"""
     [
         ("/tmp/runs", ("ext4", "own")),
         ("/dev/shm/runs", ("tmpfs", "own")),
-        ("/home/me/runs", ("nfs4", "all")),
+        ("/home/this_job/runs", ("nfs4", "all")),
         ("/homestead/runs", ("ext4", "own")),
         ("/nolock/runs", ("nfs", "host")),
         ("/local_lock/runs", ("nfs", "host")),
@@ -85,7 +85,7 @@ MOUNTINFO = r"""
         ("/lustre/runs", ("lustre", "all")),
         ("/lustre/localflock/runs", ("lustre", "host")),
         ("/mnt/beegfs/runs", ("beegfs", "unknown")),
-        ("/home/me/remote/runs", ("fuse.sshfs", "host")),
+        ("/home/this_job/remote/runs", ("fuse.sshfs", "host")),
         ("/mnt/My Share", ("cifs", "unknown")),
         ("/mnt/nobrl/runs", ("cifs", "host")),
         ("/docker/runs", ("overlay", "own")),

@@ -306,10 +306,10 @@ def test_silent_agents_are_given_up(
     run = make_run(tmp_path / "runs", "toy-11f5f19c", submitted("slurm"))
     config = Config(name="toy", task="m:f", resources=Resources(nodes=2))
 
-    tenure = HeldLease(run=run, config=config, me=ThisJob(job_id="7", token="t"), journal=Journal(run))
+    held_lease = HeldLease(run=run, config=config, this_job=ThisJob(job_id="7", token="t"), journal=Journal(run))
     agents, allocation = Agents(run, "7", writer="w", host="127.0.0.1"), Nodes(run)
     allocation.given_up = {}
-    starter = Starter(tenure, allocation, agents)
+    starter = Starter(held_lease, allocation, agents)
     callers = {node: call(agents, run, node) for node in allocation.nodes()}
     if is_first_ready:
         callers["node1"].say(Ready(port=4))

@@ -57,7 +57,7 @@ def submit(run: RunDir, number: int, by: Any = "person") -> None:
     Journal(run).append(Submitted(token=f"t{number}", number=number, scheduler="slurm", by=by))
 
 
-def me(token: str = "t1", job_id: str = "7", restart: int = 0, job: Job | None = None) -> ThisJob:
+def this_job(token: str = "t1", job_id: str = "7", restart: int = 0, job: Job | None = None) -> ThisJob:
     return ThisJob(job_id=job_id, token=token, restart=restart, node="node1", job=job)
 
 
@@ -66,9 +66,9 @@ def slurm(state: str = "RUNNING", *, restarts: int = 0, end: float | None = 1e12
 
 
 def started(run: RunDir, job: ThisJob | None = None) -> HeldLease:
-    tenure = take_over(run, job or me())
-    begin(tenure, ["node1"], 1)
-    return tenure
+    held_lease = take_over(run, job or this_job())
+    begin(held_lease, ["node1"], 1)
+    return held_lease
 
 
 def kinds(run: RunDir) -> list[str]:
@@ -95,61 +95,61 @@ def test_a_snapshot_counts_once_all_ranks_have_completed_it(run: RunDir, steps: 
         RankExited(serial=rank, attempt=1, rank=rank, code=1, step=41, snapshot_step=at)
         for rank, at in enumerate(steps)
     ]
-    tenure = started(run)
-    close(tenure, Facts(exits=[(exited, "node1") for exited in exits]), HERE)
-    assert (last_end(run).snapshot_step, unsaved_step(tenure)) == (newest, newest)
+    held_lease = started(run)
+    close(held_lease, Facts(exits=[(exited, "node1") for exited in exits]), HERE)
+    assert (last_end(run).snapshot_step, unsaved_step(held_lease)) == (newest, newest)
 
 
 def test_no_end_is_journalled_before_the_newest_snapshot_is_saved(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """A command, or the next submission, would count on the checkpoint before. What follows in place has the memory."""
     killed = RankExited(serial=1, attempt=1, rank=0, code=-9, step=41, snapshot_step=40)
     facts = Facts(exits=[(killed, "node1")])
-    tenure = started(run)
+    held_lease = started(run)
     with pytest.raises(Unsaved):
-        close(tenure, facts, QUEUE, is_saved=False)
-    assert (kinds(run)[-1], unsaved_step(tenure, facts)) == ("attempt began", 40)
-    assert close(tenure, facts, HERE, is_saved=False).action == "in_place"
+        close(held_lease, facts, QUEUE, is_saved=False)
+    assert (kinds(run)[-1], unsaved_step(held_lease, facts)) == ("attempt began", 40)
+    assert close(held_lease, facts, HERE, is_saved=False).action == "in_place"
 
     monkeypatch.setattr("jobkit.run.rundir.foreign_owner", lambda path, folder: "eve")
     run.config_file.touch()
     with pytest.raises(Unsaved):
-        begin(tenure, ["node1"], 1, is_saved=False)
+        begin(held_lease, ["node1"], 1, is_saved=False)
     monkeypatch.undo()
     ask_for(run, "cancel")
     with pytest.raises(Unsaved):
-        begin(tenure, ["node1"], 1, is_saved=False)
+        begin(held_lease, ["node1"], 1, is_saved=False)
     assert kinds(run)[-1] == "attempt ended"
     (run.checkpoints / "step_00000040").mkdir(parents=True)
     with pytest.raises(NotRunnable):
-        begin(tenure, ["node1"], 1, is_saved=False)
+        begin(held_lease, ["node1"], 1, is_saved=False)
     assert read_status(run).state == "cancelled"
 
 
 def test_attempts_begin_and_end_until_the_run_is_finished(run: RunDir) -> None:
     run.failed_starts.write_text("a\nb\n")
-    tenure = started(run)
+    held_lease = started(run)
     lease = run.lease()
-    assert lease is not None and (lease.attempt, lease.writer, lease.job_id) == (1, tenure.writer, "7")
+    assert lease is not None and (lease.attempt, lease.writer, lease.job_id) == (1, held_lease.writer, "7")
     assert not run.failed_starts.exists() and run.logs(1).is_dir() and run.ends_folder(1).is_dir()
     records.write(run.progress_file, Progress(attempt=1, time=5.0, step=6, first_step=0))
     (run.checkpoints / "step_00000004").mkdir(parents=True)
-    assert close(tenure, KILLED, HERE).action == "in_place"
+    assert close(held_lease, KILLED, HERE).action == "in_place"
     end = last_end(run)
     assert (end.cause, end.first_step, end.last_step, end.durable_step) == ("killed", 0, 7, 4)
 
-    assert begin(tenure, ["node1"], 1) == 2
+    assert begin(held_lease, ["node1"], 1) == 2
     records.write(run.progress_file, Progress(attempt=2, time=6.0, step=8, first_step=4))
     records.write(
         run.end_file(2, 0), RankReport(rank=0, attempt=2, kind="finished", time=7.0, step=9, result={"loss": 0.5})
     )
-    assert close(tenure, Facts(), HERE).action == "stop"
-    assert close(tenure, Facts(), HERE).action == "stop", "harmless to call twice"
+    assert close(held_lease, Facts(), HERE).action == "stop"
+    assert close(held_lease, Facts(), HERE).action == "stop", "harmless to call twice"
     status = read_status(run)
     assert (status.state, status.result) == ("finished", {"loss": 0.5})
     assert (last_end(run).first_step, last_end(run).last_step) == (4, 9)
     assert kinds(run)[1:] == ["attempt began", "attempt ended"] * 2 + ["finished"]
     with pytest.raises(NotRunnable) as refusal:
-        take_over(run, me(restart=1))
+        take_over(run, this_job(restart=1))
     assert refusal.value.exit_code == EXIT_FINISHED
 
 
@@ -158,27 +158,27 @@ def test_a_killed_supervisor_changes_nothing_about_the_next_attempt(
 ) -> None:
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now)  # a disk may take longer than the pause
-    tenure = started(run)
-    close(tenure, KILLED, HERE)
-    assert pause(tenure) <= 0.0
-    begin(tenure, ["node1"], 1)
-    close(tenure, KILLED, HERE)
-    after = take_over(run, me())
+    held_lease = started(run)
+    close(held_lease, KILLED, HERE)
+    assert pause(held_lease) <= 0.0
+    begin(held_lease, ["node1"], 1)
+    close(held_lease, KILLED, HERE)
+    after = take_over(run, this_job())
     assert 0.0 < pause(after) <= 1.2 * PAUSES[1]
     begin(after, ["node1"], 1)
     assert [attempt.began.how for attempt in read_status(run).attempts] == ["start", "in place", "in place"]
-    adopted = take_over(run, me()).adopted
+    adopted = take_over(run, this_job()).adopted
     assert adopted is not None and adopted == read_status(run).open_attempt, "its ranks train on"
 
 
 def test_a_requeue_is_journalled_before_it_is_asked_for_and_found_by_the_next_supervisor(run: RunDir) -> None:
-    tenure = started(run)
-    assert close(tenure, Facts(slurm_cause="preempted"), QUEUE).action == "requeue"
+    held_lease = started(run)
+    assert close(held_lease, Facts(slurm_cause="preempted"), QUEUE).action == "requeue"
     assert kinds(run)[-1] == "requeued" and read_status(run).state == "queued"
-    decision = take_over(run, me(job=slurm("COMPLETING", end=None))).decision
+    decision = take_over(run, this_job(job=slurm("COMPLETING", end=None))).decision
     assert decision is not None and decision.action == "requeue", "killed before it had asked for it"
-    tenure = take_over(run, me(restart=1, job=slurm(restarts=1)))
-    assert tenure.decision is None and begin(tenure, ["node1"], 1) == 2
+    held_lease = take_over(run, this_job(restart=1, job=slurm(restarts=1)))
+    assert held_lease.decision is None and begin(held_lease, ["node1"], 1) == 2
 
 
 def test_a_successor_that_was_not_submitted_is_found_by_the_next_supervisor_of_the_same_job(run: RunDir) -> None:
@@ -186,34 +186,34 @@ def test_a_successor_that_was_not_submitted_is_found_by_the_next_supervisor_of_t
         close(started(run), Facts(slurm_cause="preempted"), RestartOptions(requeue="successor")).action == "successor"
     )
     submit(run, 2, by="supervisor")
-    decision = take_over(run, me()).decision
+    decision = take_over(run, this_job()).decision
     assert decision is not None and decision.action == "successor"
     with pytest.raises(NotRunnable):
-        take_over(run, me(job_id="5"))
-    started(run, me("t2", "8"))
+        take_over(run, this_job(job_id="5"))
+    started(run, this_job("t2", "8"))
     with pytest.raises(NotRunnable):
-        take_over(run, me())
+        take_over(run, this_job())
 
 
 def test_a_run_that_has_failed_is_left_alone_until_it_is_submitted_again(run: RunDir) -> None:
-    tenure = started(run)
+    held_lease = started(run)
     records.write(run.end_file(1, 0), RankReport(rank=0, attempt=1, kind="failed", time=1.0, error="no", final=True))
-    assert close(tenure, Facts(), HERE).action == "fail"
+    assert close(held_lease, Facts(), HERE).action == "fail"
     with pytest.raises(NotRunnable) as refusal:
-        take_over(run, me())
+        take_over(run, this_job())
     assert refusal.value.exit_code == EXIT_RUN_FAILED
     submit(run, 2)
-    started(run, me("t2", "8"))
+    started(run, this_job("t2", "8"))
 
 
 def test_a_submission_of_a_person_begins_the_counts_of_retry_anew(run: RunDir) -> None:
     run.config_file.write_text("name: toy\ntask: toy:train\nretry: {time_limit: 2}\n")
-    tenure, timeout = started(run), Facts(slurm_cause="timeout")
-    assert close(tenure, timeout, QUEUE).action == "requeue"
-    tenure = started(run, me(restart=1))
-    assert close(tenure, timeout, QUEUE).action == "fail"
+    held_lease, timeout = started(run), Facts(slurm_cause="timeout")
+    assert close(held_lease, timeout, QUEUE).action == "requeue"
+    held_lease = started(run, this_job(restart=1))
+    assert close(held_lease, timeout, QUEUE).action == "fail"
     submit(run, 2)
-    assert close(started(run, me("t2", "8")), timeout, QUEUE).action == "requeue"
+    assert close(started(run, this_job("t2", "8")), timeout, QUEUE).action == "requeue"
 
 
 # Two jobs, and none
@@ -222,22 +222,22 @@ def test_a_submission_of_a_person_begins_the_counts_of_retry_anew(run: RunDir) -
 def test_a_job_whose_token_is_not_the_newest_begins_nothing(run: RunDir) -> None:
     submit(run, 2)
     with pytest.raises(NotRunnable) as refusal:
-        take_over(run, me("t1"))
+        take_over(run, this_job("t1"))
     assert refusal.value.exit_code == EXIT_RESUMABLE and run.lease() is None
-    tenure = take_over(run, me("t2"))
+    held_lease = take_over(run, this_job("t2"))
     submit(run, 3)
     with pytest.raises(NotRunnable):
-        begin(tenure, ["node1"], 1)
+        begin(held_lease, ["node1"], 1)
     assert "attempt began" not in kinds(run)
     Journal(run).append(Refused(token="t2", error="no"))
     assert read_status(run).state == "queued", "what an older submission says of itself is not about the run"
 
 
 def test_of_two_processes_that_take_over_the_last_one_writes(run: RunDir) -> None:
-    tenure, other = started(run), take_over(run, me())
+    held_lease, other = started(run), take_over(run, this_job())
     assert other.adopted is not None and other.adopted.number == 1
-    tenure.journal.note(Cancelled())
-    for act in (lambda: begin(tenure, [], 1), lambda: close(tenure, KILLED, HERE), tenure.journal.flush):
+    held_lease.journal.note(Cancelled())
+    for act in (lambda: begin(held_lease, [], 1), lambda: close(held_lease, KILLED, HERE), held_lease.journal.flush):
         with pytest.raises(LostLease):
             act()
     assert kinds(run) == ["submitted", "attempt began"]
@@ -248,8 +248,8 @@ def _race(path: str, barrier: Any, wins: Any) -> None:
     run = RunDir(path)
     barrier.wait()
     try:
-        tenure = take_over(run, ThisJob(job_id=str(os.getpid()), token="t1"))
-        begin(tenure, [], 1)
+        held_lease = take_over(run, ThisJob(job_id=str(os.getpid()), token="t1"))
+        begin(held_lease, [], 1)
         wins.put(os.getpid())
     except (NotRunnable, LostLease, AssertionError):
         pass
@@ -273,9 +273,9 @@ def test_processes_that_race_for_an_attempt_leave_one_open_attempt_of_one_writer
 
 def test_a_later_start_of_the_same_job_keeps_the_lease(run: RunDir) -> None:
     started(run)
-    lease = started(run, me(restart=1, job=slurm(restarts=1))).writer
+    lease = started(run, this_job(restart=1, job=slurm(restarts=1))).writer
     with pytest.raises(NotRunnable):
-        take_over(run, me(restart=0, job=slurm(restarts=1)))
+        take_over(run, this_job(restart=0, job=slurm(restarts=1)))
     assert run.lease().writer == lease  # type: ignore[union-attr]
 
 
@@ -290,7 +290,7 @@ def test_a_job_that_slurm_started_again_closes_its_last_attempt(
 ) -> None:
     monkeypatch.setattr("jobkit.slurm.nodes.died_since", lambda name, when: died and name == "node1")
     started(run)
-    started(run, me(restart=1, job=slurm(restarts=1)))
+    started(run, this_job(restart=1, job=slurm(restarts=1)))
     end = read_status(run).attempts[0].ended
     assert end is not None and (end.cause, end.node, end.next) == (cause, node, "requeue")
 
@@ -299,7 +299,7 @@ def test_a_job_of_a_later_submission_closes_the_attempt_of_an_earlier_one(run: R
     started(run)
     for number in range(2, 8):  # more often than any budget allows
         submit(run, number)
-        started(run, me(f"t{number}", str(number)))
+        started(run, this_job(f"t{number}", str(number)))
     causes = [attempt.ended.cause for attempt in read_status(run).attempts if attempt.ended is not None]
     assert causes == ["unknown"] * 6
 
@@ -322,9 +322,9 @@ def test_a_supervisor_that_starts_in_a_job_that_slurm_ends_closes_and_leaves(
         started(run)
     if action is None:
         with pytest.raises(NotRunnable):
-            take_over(run, me(job=job))
+            take_over(run, this_job(job=job))
     else:
-        decision = take_over(run, me(job=job)).decision
+        decision = take_over(run, this_job(job=job)).decision
         assert decision is not None and decision.action == action
     status = read_status(run)
     assert status.open_attempt is None
@@ -335,17 +335,17 @@ def test_a_supervisor_that_starts_in_a_job_that_slurm_ends_closes_and_leaves(
 
 
 def test_a_cancel_is_final_whenever_it_comes(run: RunDir) -> None:
-    tenure = started(run)
-    close(tenure, KILLED, HERE)
+    held_lease = started(run)
+    close(held_lease, KILLED, HERE)
     ask_for(run, "cancel", attempt=1)  # names the attempt that has just ended
     with pytest.raises(NotRunnable):
-        begin(tenure, ["node1"], 1)
+        begin(held_lease, ["node1"], 1)
     assert read_status(run).state == "cancelled"
     submit(run, 2)
-    tenure = started(run, me("t2"))
+    held_lease = started(run, this_job("t2"))
     assert not run.request_file("cancel").exists(), "it was about the submission before"
     ask_for(run, "cancel", 2, 2)
-    assert close(tenure, KILLED, HERE).action == "stop"
+    assert close(held_lease, KILLED, HERE).action == "stop"
     assert (read_status(run).state, last_end(run).cause) == ("cancelled", "cancelled")
 
 
@@ -353,7 +353,7 @@ def test_a_cancel_ends_no_later_submission(run: RunDir) -> None:
     started(run)
     ask_for(run, "cancel")
     submit(run, 2)  # its job died with the attempt open, and somebody has submitted the run again
-    started(run, me("t2", "8"))
+    started(run, this_job("t2", "8"))
     status = read_status(run)
     assert (status.state, [attempt.ended and attempt.ended.cause for attempt in status.attempts]) == (
         "running",
@@ -362,9 +362,9 @@ def test_a_cancel_ends_no_later_submission(run: RunDir) -> None:
 
 
 def test_a_run_that_finished_before_its_cancel_is_finished(run: RunDir) -> None:
-    tenure = started(run)
+    held_lease = started(run)
     ask_for(run, "cancel")
-    close(tenure, FINISHED, HERE)
+    close(held_lease, FINISHED, HERE)
     assert read_status(run).state == "finished"
 
 
@@ -382,7 +382,7 @@ def test_setup_lines_that_take_all_of_the_time_have_a_budget(run: RunDir) -> Non
     for restart in range(3):
         job = slurm("COMPLETING", restarts=restart, reason="TimeLimit", end=time.time())
         try:
-            decision = take_over(run, me(restart=restart, job=job)).decision
+            decision = take_over(run, this_job(restart=restart, job=job)).decision
             assert decision is not None
             decisions.append(decision.action)
         except NotRunnable as error:
@@ -395,9 +395,9 @@ def test_setup_lines_that_take_all_of_the_time_have_a_budget(run: RunDir) -> Non
 
 
 def test_a_run_directory_that_is_gone_is_away_and_taken_by_nobody(run: RunDir) -> None:
-    tenure = started(run)
+    held_lease = started(run)
     run.path.rename(run.path.with_name("elsewhere"))
-    for look in (tenure.check_lease, tenure.journal.refresh):
+    for look in (held_lease.check_lease, held_lease.journal.refresh):
         with pytest.raises(OSError, match="not there") as error:
             look()
         assert error.value.errno == errno.ESTALE
@@ -408,7 +408,7 @@ def test_a_cancel_holds_for_the_job_that_follows(run: RunDir) -> None:
     ask_for(run, "cancel")
     submit(run, 2, by="supervisor")
     with pytest.raises(NotRunnable):
-        started(run, me("t2", "8"))
+        started(run, this_job("t2", "8"))
     assert read_status(run).state == "cancelled"
 
 
@@ -416,7 +416,7 @@ def test_a_cancel_of_a_job_that_follows_another_is_for_the_submission(run: RunDi
     submit(run, 2, by="supervisor")
     run.ask("cancel", read_status(run))
     with pytest.raises(NotRunnable):
-        started(run, me("t2", "8"))
+        started(run, this_job("t2", "8"))
     assert read_status(run).state == "cancelled"
 
 
@@ -432,32 +432,32 @@ def test_requests_of_another_submission_or_attempt_are_removed(run: RunDir) -> N
 
 def test_one_agent_rescues_the_run(run: RunDir) -> None:
     writer = started(run).writer
-    tenure = rescue(run, me(job=slurm()), writer, dead_node="node1")
-    assert tenure is not None and tenure.decision is not None and tenure.decision.action == "requeue"
+    held_lease = rescue(run, this_job(job=slurm()), writer, dead_node="node1")
+    assert held_lease is not None and held_lease.decision is not None and held_lease.decision.action == "requeue"
     assert (last_end(run).cause, last_end(run).node) == ("node_failure", "node1")
-    assert rescue(run, me(job=slurm()), writer, dead_node="node1") is None, "another agent was first"
+    assert rescue(run, this_job(job=slurm()), writer, dead_node="node1") is None, "another agent was first"
 
 
 def test_an_agent_rescues_nothing_from_a_supervisor_that_lives_or_a_job_that_is_cancelled(run: RunDir) -> None:
     old = started(run)
-    new = take_over(run, me())
-    assert rescue(run, me(job=slurm()), old.writer) is None
-    assert rescue(run, me(job=slurm("COMPLETING", end=2.0)), new.writer) is None
+    new = take_over(run, this_job())
+    assert rescue(run, this_job(job=slurm()), old.writer) is None
+    assert rescue(run, this_job(job=slurm("COMPLETING", end=2.0)), new.writer) is None
     assert read_status(run).state == "cancelled"
 
 
 def test_an_agent_carries_out_what_its_supervisor_had_decided(run: RunDir) -> None:
-    tenure = started(run)
-    close(tenure, Facts(slurm_cause="preempted"), QUEUE)
-    rescued = rescue(run, me(job=slurm()), tenure.writer)
+    held_lease = started(run)
+    close(held_lease, Facts(slurm_cause="preempted"), QUEUE)
+    rescued = rescue(run, this_job(job=slurm()), held_lease.writer)
     assert rescued is not None and rescued.decision is not None and rescued.decision.action == "requeue"
     assert kinds(run).count("attempt ended") == 1
 
 
 def test_an_agent_rescues_a_run_between_two_attempts(run: RunDir) -> None:
-    tenure = started(run)
-    assert close(tenure, KILLED, HERE).action == "in_place"
-    rescued = rescue(run, me(job=slurm()), tenure.writer, dead_node="node1")
+    held_lease = started(run)
+    assert close(held_lease, KILLED, HERE).action == "in_place"
+    rescued = rescue(run, this_job(job=slurm()), held_lease.writer, dead_node="node1")
     assert rescued is not None and rescued.decision is not None and rescued.decision.action == "requeue"
     assert read_status(run).state == "queued"
     assert kinds(run).count("attempt ended") == 1
@@ -468,15 +468,15 @@ def test_an_agent_rescues_a_run_whose_attempt_has_not_begun(run: RunDir, restart
     """The batch node dies during the imports."""
     if restart:
         close(started(run), Facts(slurm_cause="preempted"), QUEUE)
-    tenure = take_over(run, me(restart=restart, job=slurm(restarts=restart)))
-    rescued = rescue(run, me(restart=restart, job=slurm(restarts=restart)), tenure.writer, dead_node="node1")
+    held_lease = take_over(run, this_job(restart=restart, job=slurm(restarts=restart)))
+    rescued = rescue(run, this_job(restart=restart, job=slurm(restarts=restart)), held_lease.writer, dead_node="node1")
     assert rescued is not None and rescued.decision is not None and rescued.decision.action == "requeue"
     assert kinds(run)[-1] == "requeued"
 
 
 def test_the_batch_script_alone_may_have_died(run: RunDir) -> None:
     writer = started(run).writer
-    assert rescue(run, me(job=slurm()), writer) is not None
+    assert rescue(run, this_job(job=slurm()), writer) is not None
     assert (last_end(run).cause, last_end(run).node) == ("killed", None)
 
 
@@ -500,24 +500,24 @@ def test_an_end_that_a_full_disk_refuses_waits_and_no_attempt_begins_meanwhile(
 ) -> None:
     for name in ("is_full", "may_return"):
         monkeypatch.setattr(f"jobkit.supervisor.closing.{name}", lambda error: error is not None)  # EFBIG for ENOSPC
-    tenure = started(run)
+    held_lease = started(run)
     before = run.journal_file.read_bytes()
     with full_disk(0):
-        assert close(tenure, Facts(lost_nodes=[LostNode(node="node1", why="gone")]), HERE).action == "in_place"
+        assert close(held_lease, Facts(lost_nodes=[LostNode(node="node1", why="gone")]), HERE).action == "in_place"
         with pytest.raises(OSError):
-            begin(tenure, ["node1"], 1)
+            begin(held_lease, ["node1"], 1)
     assert run.journal_file.read_bytes() == before
-    assert begin(tenure, ["node1"], 1) == 2
+    assert begin(held_lease, ["node1"], 1) == 2
     assert kinds(run)[-2:] == ["attempt ended", "attempt began"]
 
 
 def test_an_end_that_finds_no_disk_waits_for_it(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """An outage of the runs directory's server is none of the run's nodes."""
-    tenure, fsync = started(run), os.fsync
+    held_lease, fsync = started(run), os.fsync
     monkeypatch.setattr(os, "fsync", lambda descriptor: raise_error(OSError(errno.EIO, "Input/output error")))
-    assert close(tenure, KILLED, HERE).action == "in_place"
+    assert close(held_lease, KILLED, HERE).action == "in_place"
     monkeypatch.setattr(os, "fsync", fsync)
-    assert begin(tenure, ["node1"], 1) == 2
+    assert begin(held_lease, ["node1"], 1) == 2
     assert kinds(run)[-2:] == ["attempt ended", "attempt began"]
 
 
@@ -526,15 +526,15 @@ def raise_error(error: Exception) -> None:
 
 
 def test_a_lease_that_cannot_be_read_is_not_lost(run: RunDir) -> None:
-    tenure = started(run)
+    held_lease = started(run)
     content = run.lease_file.read_bytes()
     run.lease_file.unlink()
     run.lease_file.mkdir()  # stands for a disk that is away: an OSError, and not that of a missing file
     with pytest.raises(OSError):
-        close(tenure, KILLED, HERE)
+        close(held_lease, KILLED, HERE)
     run.lease_file.rmdir()
     run.lease_file.write_bytes(content)
-    assert close(tenure, KILLED, HERE).action == "in_place"
+    assert close(held_lease, KILLED, HERE).action == "in_place"
 
 
 def broken_config(run: RunDir) -> None:
@@ -555,32 +555,32 @@ def foreign_config(run: RunDir) -> None:
 def test_a_config_that_the_job_cannot_use_is_said_in_the_status(run: RunDir, spoil: Callable[[RunDir], None]) -> None:
     spoil(run)
     with pytest.raises(NotRunnable) as refusal:
-        take_over(run, me())
+        take_over(run, this_job())
     assert refusal.value.exit_code == EXIT_RUN_FAILED
     assert read_status(run).state == "interrupted" and read_status(run).reason
 
 
 def test_a_report_of_the_attempt_before_is_not_this_ones(run: RunDir) -> None:
-    tenure = started(run)
+    held_lease = started(run)
     records.write(run.progress_file, Progress(attempt=1, time=5.0, step=6, first_step=0))
-    close(tenure, KILLED, HERE)
-    begin(tenure, ["node1"], 1)
-    close(tenure, Facts(exits=[(RankExited(serial=2, attempt=2, rank=0, code=-9, step=-1), "node1")]), HERE)
+    close(held_lease, KILLED, HERE)
+    begin(held_lease, ["node1"], 1)
+    close(held_lease, Facts(exits=[(RankExited(serial=2, attempt=2, rank=0, code=-9, step=-1), "node1")]), HERE)
     assert (last_end(run).first_step, last_end(run).last_step) == (None, None)
 
 
 def test_a_cancel_counts_more_than_a_preemption_that_was_asked_for_before(run: RunDir) -> None:
-    tenure = started(run)
+    held_lease = started(run)
     ask_for(run, "preempt")
     ask_for(run, "cancel")
-    assert (close(tenure, KILLED, HERE).action, read_status(run).state) == ("stop", "cancelled")
+    assert (close(held_lease, KILLED, HERE).action, read_status(run).state) == ("stop", "cancelled")
 
 
 def test_a_process_that_has_lost_the_lease_begins_nothing(run: RunDir) -> None:
-    tenure = started(run)
-    close(tenure, KILLED, HERE)
-    other = take_over(run, me())
+    held_lease = started(run)
+    close(held_lease, KILLED, HERE)
+    other = take_over(run, this_job())
     with pytest.raises(LostLease):
-        begin(tenure, ["node1"], 1)
+        begin(held_lease, ["node1"], 1)
     lease = run.lease()
     assert lease is not None and lease.writer == other.writer

@@ -78,9 +78,9 @@ def journal(tmp_path: Path) -> Journal:
 
 def start_again(journal: Journal, action: str, lost: tuple[str, ...] = (), later: float = 0.0) -> None:
     config = Config(name="toy", task="t:f", resources=Resources(nodes=2, spares=1))
-    me = ThisJob(job_id="7", token="jobkit:toy:1:abc", job=JOB)
+    this_job = ThisJob(job_id="7", token="jobkit:toy:1:abc", job=JOB)
     decision = Decision(action=action, reason="", pause=later)  # type: ignore[arg-type]
-    requeue.start_again(me, journal, config, decision, lost)
+    requeue.start_again(this_job, journal, config, decision, lost)
 
 
 def test_the_same_job_again(slurm: Slurm, journal: Journal) -> None:

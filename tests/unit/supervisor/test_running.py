@@ -127,11 +127,11 @@ def supervisor_of(folder: Path, names: list[str]) -> Supervisor:
     run = RunDir(folder / "toy-12345678")
     run.path.mkdir()
     config = Config(name="toy", task="toy:train", resources=Resources(nodes=len(names)))
-    tenure = HeldLease(run=run, config=config, me=ThisJob(job_id="7", token="t"), journal=Journal(run, "w"))
+    held_lease = HeldLease(run=run, config=config, this_job=ThisJob(job_id="7", token="t"), journal=Journal(run, "w"))
     allocation = SimpleNamespace(
         nodes=lambda: names, host="127.0.0.1", poll=lambda: None, signals_stop=True, attempt_seconds=100.0
     )
-    return Supervisor(tenure, allocation, [])  # type: ignore[arg-type]
+    return Supervisor(held_lease, allocation, [])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("names", "goes_on"), [(["local"], True), (["n1", "n2"], False)])
@@ -169,7 +169,7 @@ def test_an_attempt_that_is_taken_over_has_the_time_that_is_left(tmp_path: Path)
 def test_a_request_is_about_one_attempt_or_the_pause_after_it(tmp_path: Path) -> None:
     """The attempt may die while the request is on its way; one that was obeyed is over."""
     supervisor = supervisor_of(tmp_path, ["local"])
-    journal = supervisor.tenure.journal
+    journal = supervisor.held_lease.journal
 
     def is_stopped_by(attempt: int) -> bool:
         supervisor._request = Request(kind="preempt", submission=1, attempt=attempt)
