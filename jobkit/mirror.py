@@ -32,6 +32,7 @@ from jobkit.run.journal import events, read_status
 from jobkit.run.locks import Lock
 from jobkit.run.rundir import RunDir
 from jobkit.run.secrets import masked
+from jobkit.run.status import State
 
 LOOK_SECONDS = 5.0
 """How often a process looks for a new checkpoint."""
@@ -217,7 +218,7 @@ def _new_points(run: RunDir, read: dict[str, int], *, is_finished: bool) -> list
 def _copy(run: RunDir, service: str, *, is_beside: bool) -> None:
     """Copy all points that are sure; `is_beside`: until standard input has the result, or ends with rank 0."""
     status, read = read_status(run), dict[str, int]()
-    line = None if is_beside else json.dumps(status.result) if status.state == "finished" else ""
+    line = None if is_beside else json.dumps(status.result) if status.state == State.FINISHED else ""
     target: WandbRun | MlflowRun | None = None
     while True:
         if is_beside and select.select([sys.stdin], [], [], LOOK_SECONDS)[0] and not (line := sys.stdin.readline()):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, InputError, JobkitError
+from jobkit.run.status import State
 from jobkit.usage import enter_folder, exit_code, program, show_examples, to_continue, to_type
 
 if TYPE_CHECKING:
@@ -232,7 +233,7 @@ def _start(plan: LaunchPlan, code: Path | None, which: Which, manner: FollowOpti
             raise JobkitError(
                 f"{outcome.run.name} has started; its output cannot be shown: {error}; see {seen}"
             ) from error
-    return follow(outcome.run) if manner.follow and outcome.before.state != "finished" else EXIT_FINISHED
+    return follow(outcome.run) if manner.follow and outcome.before.state != State.FINISHED else EXIT_FINISHED
 
 
 def _preparation(manner: FollowOptions, fork: Fork | None) -> Callable[[LaunchPlan], None]:
@@ -332,7 +333,7 @@ def _announce(outcome: Outcome) -> None:
             kept = f" from step {step}" if step is not None else ""  # a `command:` keeps its own state
             print(f"continuing {run.name} ({before.state}){kept}", file=sys.stderr)
         now = f"job {outcome.job_id}" if outcome.process is None else f"process {outcome.process.pid}"
-    elif before.state == "finished":
+    elif before.state == State.FINISHED:
         print(f"already finished: {run.path}")
         print("for a new run of the same config: the same command with --fresh", file=sys.stderr)
         return

@@ -29,7 +29,8 @@ from jobkit.run.journal import Journal, known_status
 from jobkit.run.records import Cancelled
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import runs_dir_of, sweep_cancel_file, sweep_file, sweep_lock
-from jobkit.run.view import LOST, View, view, views
+from jobkit.run.status import State
+from jobkit.run.view import View, view, views
 from jobkit.slurm import jobs
 from jobkit.supervisor import notify
 from jobkit.usage import show_examples, to_continue, to_type
@@ -85,15 +86,15 @@ def cancel(runs: Sequence[RunDir], *, grace: bool = True) -> Iterator[tuple[int,
     waiting: list[View] = []
     queued: list[str] = []
     for now in views(runs):
-        if now.is_over and now.state != LOST:
+        if now.is_over and now.state != State.LOST:
             yield EXIT_FINISHED, f"{now.run.name} is {now.state} already: nothing to cancel"
-        elif now.status.state == "queued" and not now.answered and not now.elsewhere and grace:
+        elif now.status.state == State.QUEUED and not now.answered and not now.elsewhere and grace:
             yield EXIT_FAILED, f"{now.run.name} was not cancelled: {now.words}"
         else:
             waiting.append(now)
             if now.is_pending:
                 queued.append(str(now.job_id))
-            elif now.state != LOST:
+            elif now.state != State.LOST:
                 now.run.ask("cancel", now.status, None if grace else 0.0)
     if queued:
         jobs.cancel(*queued)  # one command for all of them
@@ -125,7 +126,7 @@ def cancel(runs: Sequence[RunDir], *, grace: bool = True) -> Iterator[tuple[int,
             elif now.is_over:
                 waiting.remove(before)
                 yield EXIT_FINISHED, _outcome(now)
-            elif now.is_pending or (now.status.state == "queued" and time.monotonic() >= ask_supervisor_until):
+            elif now.is_pending or (now.status.state == State.QUEUED and time.monotonic() >= ask_supervisor_until):
                 _end_job(now, signal.SIGTERM if grace else signal.SIGKILL)
         time.sleep(LOOK_SECONDS)
     for before in waiting:
@@ -153,8 +154,8 @@ def _settle(now: View, *, is_unheard: bool = False) -> View:
     with now.run.submit_lock():
         journal = Journal(now.run)
         before = journal.status
-        is_gone = (now.state == LOST or is_unheard) and not before.is_over
-        if before.token == now.status.token and (is_gone or before.state == "interrupted"):
+        is_gone = (now.state == State.LOST or is_unheard) and not before.is_over
+        if before.token == now.status.token and (is_gone or before.state == State.INTERRUPTED):
             journal.append(Cancelled(user=user_name(), reason=f"cancelled by {user_name()}"))
     notify.tell(now.run, str(before.token), before)
     return View(now.run, journal.status, None, answered=True)
@@ -162,7 +163,7 @@ def _settle(now: View, *, is_unheard: bool = False) -> View:
 
 def _outcome(now: View) -> str:
     run, status = now.run, now.status
-    if now.state != "cancelled":
+    if now.state != State.CANCELLED:
         return f"{run.name} is {now.state}: it ended before it could be cancelled"
     if not status.attempts:
         return f"{run.name} cancelled before it had begun"

@@ -11,7 +11,8 @@ from jobkit.disk import Looks
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, JobkitError
 from jobkit.run.journal import known_status
 from jobkit.run.rundir import RunDir
-from jobkit.run.view import LOST, view
+from jobkit.run.status import State
+from jobkit.run.view import view
 from jobkit.usage import show_examples, to_continue, to_type
 
 
@@ -29,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _preempt(run: RunDir, *, grace: bool) -> int:
     now = view(run)
     attempt = now.status.open_attempt
-    if attempt is None or now.state == LOST:
+    if attempt is None or now.state == State.LOST:
         raise JobkitError(f"{run.name} is {now.state}, and no attempt of it runs: there is nothing to preempt")
     run.ask("preempt", now.status, None if grace else 0.0)
     deadline = time.monotonic() + PATIENCE_SECONDS

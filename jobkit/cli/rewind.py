@@ -26,7 +26,8 @@ from jobkit.run.journal import Journal, events
 from jobkit.run.records import Lease, Rewound
 from jobkit.run.rundir import CHECKPOINT, RunDir
 from jobkit.run.runs import WORDS, find, runs_dir_of
-from jobkit.run.view import UNDER_WAY, View, view
+from jobkit.run.status import UNDER_WAY
+from jobkit.run.view import View, view
 from jobkit.submission import checks
 from jobkit.usage import show_examples, to_continue
 

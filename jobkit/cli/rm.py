@@ -25,7 +25,8 @@ from jobkit.run.journal import cached_status
 from jobkit.run.locks import make_folder
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import runs_in, some
-from jobkit.run.view import UNDER_WAY, View, view, views
+from jobkit.run.status import UNDER_WAY, State
+from jobkit.run.view import View, view, views
 from jobkit.usage import show_examples
 
 ASIDE = ".removed"
@@ -93,7 +94,7 @@ def _needed(folders: Iterable[Path]) -> dict[Path, str]:
     return {
         other.path.resolve(): f"{now.run.name} waits for it"
         for now in views(queued)
-        if now.state == "queued"
+        if now.state == State.QUEUED
         for other in awaited(now.run, now.status)
     }
 

@@ -24,7 +24,8 @@ from jobkit.run.journal import cached_status, read_status
 from jobkit.run.records import Progress
 from jobkit.run.rundir import RunDir
 from jobkit.run.secrets import masked_status
-from jobkit.run.view import LOST, UNDER_WAY, View, look
+from jobkit.run.status import UNDER_WAY, State
+from jobkit.run.view import View, look
 
 T = TypeVar("T")
 
@@ -113,12 +114,12 @@ def _facts(
     total = progress.total_steps if progress is not None else None
     if (back := status.get("rewound")) is not None:
         step, ends = back, [{"durable_step": back}]
-    state = view.state if view is not None else status.get("state", "new")
+    state = str(view.state) if view is not None else status.get("state", "new")
     reason = None
-    if state in ("failed", "interrupted", LOST):
+    if state in (State.FAILED, State.INTERRUPTED, State.LOST):
         reason = (view.words if view is not None else status.get("reason")) or None
     eta = None
-    if state == "running" and progress is not None and step is not None and total and progress.steps_per_second:
+    if state == State.RUNNING and progress is not None and step is not None and total and progress.steps_per_second:
         eta = round(max(0, total - step) / progress.steps_per_second, 1)
     return {
         "run": run.name,

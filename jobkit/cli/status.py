@@ -26,9 +26,9 @@ from jobkit.run.older import HINT
 from jobkit.run.records import AttemptEnded, Progress
 from jobkit.run.runs import verified_file
 from jobkit.run.secrets import masked_status
-from jobkit.run.status import Attempt
+from jobkit.run.status import Attempt, State
 from jobkit.run.tail import Tail
-from jobkit.run.view import LOST, View, views
+from jobkit.run.view import View, views
 from jobkit.usage import show_examples, to_continue, to_type
 
 SAMPLES_SHOWN = 8
@@ -120,9 +120,9 @@ def describe(view: View, progress: Progress | None, now: float) -> list[str]:
         lines.append(f"  {view.words}")
     if waiting := waits_for(run, status):
         lines.append(f"  it starts once these are finished: {waiting}")
-    if state == "queued" and view.job is None and (turn := turns().get(str(run.path))):
+    if state == State.QUEUED and view.job is None and (turn := turns().get(str(run.path))):
         lines.append(f"  it waits for devices of this machine: {turn}")
-    if (view.is_pending or state == LOST) and run.failed_starts.exists():
+    if (view.is_pending or state == State.LOST) and run.failed_starts.exists():
         lines.append("  the last start of its job began no attempt; the end of its output:")
         lines += [f"    {line}" for line in Tail().read(run.job_log, to_the_end=True)[-LINES_OF_LOG:]]
     for attempt, account in zip(status.attempts, spent, strict=True):
@@ -148,7 +148,7 @@ def describe(view: View, progress: Progress | None, now: float) -> list[str]:
     if step is not None:
         lines.append(f"newest checkpoint: step {step}")
     ended = newest.ended if newest is not None else None
-    is_failure = ended is not None and (state == "failed" or (state == "interrupted" and ended.gave_up))
+    is_failure = ended is not None and (state == State.FAILED or (state == State.INTERRUPTED and ended.gave_up))
     if is_failure and ended is not None:
         lines += _failure_lines(ended)
     if status.result is not None:
@@ -156,10 +156,10 @@ def describe(view: View, progress: Progress | None, now: float) -> list[str]:
     lines.append(f"run directory: {run.path}")
     if status.is_older:
         lines.append(f"it cannot be continued{f'; {HINT}' if run.final.exists() else ''}")
-    elif state in ("interrupted", "failed", "cancelled", LOST):
+    elif state in (State.INTERRUPTED, State.FAILED, State.CANCELLED, State.LOST):
         is_ours = status.submitted is None or status.submitted.launcher is None
         how = "to continue it, with the code as it was submitted" if is_ours else "to continue it"
-        if is_ours and state == "failed":
+        if is_ours and state == State.FAILED:
             how = "once that is mended: the command that submitted it; with the code and the YAML as they were"
         lines.append(f"{how}: {to_continue(run.path, status.submitted)}")
     if is_failure or not view.is_over:

@@ -20,6 +20,7 @@ from jobkit.run.journal import read_status
 from jobkit.run.locks import Lock
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import find, runs_dir_of, verified_file
+from jobkit.run.status import State
 from jobkit.usage import enter_folder, show_examples
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def _run_and_step(word: str, runs_dir: Path, steps: int) -> tuple[RunDir, int]:
     (run, *_) = find([name], runs_dir)
     progress, status = run.progress(), read_status(run)
     total = progress.total_steps if progress is not None else None
-    if status.state == "finished":  # ctx.epochs knows no number of steps before
+    if status.state == State.FINISHED:  # ctx.epochs knows no number of steps before
         total = max((attempt.ended.last_step or 0 for attempt in status.attempts if attempt.ended), default=total)
     usable = [step for step in run.durable_steps() if total is None or step + MIN_STEPS <= total]
     if text and (not text.isdigit() or int(text) not in usable):

@@ -13,16 +13,7 @@ from typing import Literal
 
 from jobkit.run.journal import read_status
 from jobkit.run.rundir import RunDir
-from jobkit.run.status import Status
-from jobkit.run.view import LOST, UNDER_WAY
-
-_ENDS = {
-    "failed": "has failed",
-    "cancelled": "was cancelled",
-    "interrupted": "is interrupted",
-    LOST: "has lost its job",
-    None: "was removed",
-}
+from jobkit.run.status import State, Status
 
 
 @dataclass(frozen=True)
@@ -34,17 +25,32 @@ class Turn:
     """The runs that it waits for, or why it ends."""
 
 
-def decide(states: Mapping[str, str | None]) -> Turn:
+def decide(states: Mapping[str, State | None]) -> Turn:
     """Return what a run does whose predecessors are in these states; None is a run that was removed.
 
-    decide({"digits-11f5f19c": "running"})     # Turn("wait", "digits-11f5f19c (running)")
+    decide({"digits-11f5f19c": State.RUNNING})     # Turn("wait", "digits-11f5f19c (running)")
     """
-    over = {name: state for name, state in states.items() if state != "finished" and state not in UNDER_WAY}
-    if over:
-        ends = "; ".join(f"{name} {_ENDS.get(state, f'is {state}')}" for name, state in over.items())
-        return Turn("end", f"{ends}; this run starts after that run is finished: the same command")
-    waits = [f"{name} ({state})" for name, state in states.items() if state != "finished"]
+    if ends := [f"{name} {end}" for name, state in states.items() if (end := _end(state))]:
+        return Turn("end", f"{'; '.join(ends)}; this run starts after that run is finished: the same command")
+    waits = [f"{name} ({state})" for name, state in states.items() if state != State.FINISHED]
     return Turn("wait", ", ".join(waits)) if waits else Turn("start")
+
+
+def _end(state: State | None) -> str:
+    """Return the end of a run that cannot finish by itself; empty for one that can, or has."""
+    match state:
+        case State.FINISHED | State.QUEUED | State.RUNNING:
+            return ""
+        case State.FAILED:
+            return "has failed"
+        case State.CANCELLED:
+            return "was cancelled"
+        case State.LOST:
+            return "has lost its job"
+        case State.NEW | State.INTERRUPTED:
+            return f"is {state}"
+        case None:
+            return "was removed"
 
 
 def awaited(run: RunDir, status: Status) -> list[RunDir]:
@@ -62,7 +68,7 @@ def predecessors(run: RunDir, names: Sequence[str]) -> list[RunDir]:
 
 def waits_for(run: RunDir, status: Status) -> str:
     """Return the unfinished runs that a queued run waits for, as their journals say; empty where it waits for none."""
-    if status.state != "queued":
+    if status.state != State.QUEUED:
         return ""
     states = {other.name: read_status(other).state if other.exists() else None for other in awaited(run, status)}
     turn = decide(states)
@@ -72,6 +78,6 @@ def waits_for(run: RunDir, status: Status) -> str:
 def waits_on(run: RunDir, target: RunDir) -> bool:
     """Return whether an unfinished run waits for `target`, over however many runs between the two."""
     status = read_status(run)
-    return status.state != "finished" and any(
+    return status.state != State.FINISHED and any(
         other.path == target.path or waits_on(other, target) for other in awaited(run, status)
     )

@@ -36,7 +36,7 @@ def read(run: RunDir) -> Status | None:
     result, note = value.get("result"), f"an older jobkit made this run, and left it {value['state']}"
     return Status(
         name=run.name,
-        state=cast(State, state),
+        state=State(state),
         submitted=Submitted(token="", number=1, scheduler=value.get("scheduler") or "local", config=config),
         attempts=[_attempt(attempt, value) for attempt in value["attempts"]],
         result=result if isinstance(result, dict) or result is None else {"result": result},

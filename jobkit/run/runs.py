@@ -156,7 +156,8 @@ def _beginning_with(word: str, runs_dir: Path, names: Sequence[str]) -> list[str
 
 def _of_job(job_id: str, runs_dir: Path) -> list[str]:
     """The runs that had a job of this id, else the runs whose job in the queue has it. Clusters repeat ids."""
-    from jobkit.run.view import UNDER_WAY, look
+    from jobkit.run.status import UNDER_WAY
+    from jobkit.run.view import look
 
     def is_meant(name: str | None) -> bool:  # the id of an array means all of its tasks
         return name is not None and job_id in (name, name.partition("_")[0])

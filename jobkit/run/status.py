@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import time
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from enum import StrEnum
+from typing import Any
 
 from jobkit.run.records import (
     AttemptBegan,
@@ -24,8 +25,38 @@ from jobkit.run.records import (
     Submitted,
 )
 
-State = Literal["new", "queued", "running", "interrupted", "failed", "cancelled", "finished"]
-"""interrupted: the same command continues. queued: a job is, or was when somebody last knew, in the queue."""
+
+class State(StrEnum):
+    """The state of a run, everywhere: in status.json, in the answers of commands, in `--json`.
+
+    Where it decides something, `match` names all of them: mypy then finds each place that a new one concerns.
+    """
+
+    NEW = "new"
+    """Nothing was submitted."""
+    QUEUED = "queued"
+    """A job is, or was when somebody last knew, in the queue."""
+    RUNNING = "running"
+    INTERRUPTED = "interrupted"
+    """Over, and the same command continues."""
+    FAILED = "failed"
+    """Over: a person must mend something."""
+    CANCELLED = "cancelled"
+    FINISHED = "finished"
+    LOST = "lost"
+    """The journal says queued or running, and its job is gone. No journal has it: run/view.py alone finds it out."""
+
+    @property
+    def is_under_way(self) -> bool:
+        """True while something happens to the run by itself."""
+        match self:
+            case State.QUEUED | State.RUNNING:
+                return True
+            case State.NEW | State.INTERRUPTED | State.FAILED | State.CANCELLED | State.FINISHED | State.LOST:
+                return False
+
+
+UNDER_WAY = frozenset(state for state in State if state.is_under_way)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +86,7 @@ class Status:
     """
 
     name: str
-    state: State = "new"
+    state: State = State.NEW
     submitted: Submitted | None = None
     """The newest submission."""
     person_submission: int = 0
@@ -98,7 +129,7 @@ class Status:
 
     @property
     def is_over(self) -> bool:
-        return self.state in ("interrupted", "failed", "cancelled", "finished")
+        return self.state != State.NEW and not self.state.is_under_way
 
     def attempts_of_submission(self) -> list[Attempt]:
         """Return the attempts since a person last submitted the run: `retry` counts in these."""
@@ -127,13 +158,14 @@ def fold(status: Status, event: Event) -> Status:
     match event:
         case Submitted():
             number = event.number if event.by == "person" else status.person_submission
-            return replace(status, state="queued", submitted=event, person_submission=number, reason="")
+            return replace(status, state=State.QUEUED, submitted=event, person_submission=number, reason="")
         case Refused():
-            return replace(status, state="interrupted", reason=event.error) if event.token == status.token else status
+            is_newest = event.token == status.token
+            return replace(status, state=State.INTERRUPTED, reason=event.error) if is_newest else status
         case AttemptBegan():
             queued = None if event.how == "in place" else before
             attempt = Attempt(number=event.attempt, submission=status.person_submission, began=event, queued=queued)
-            return replace(status, state="running", attempts=[*status.attempts, attempt], reason="", rewound=None)
+            return replace(status, state=State.RUNNING, attempts=[*status.attempts, attempt], reason="", rewound=None)
         case AttemptEnded():
             attempts = [
                 replace(attempt, ended=event) if attempt.number == event.attempt else attempt
@@ -144,14 +176,14 @@ def fold(status: Status, event: Event) -> Status:
                 status, attempts=attempts, state=_state_after(event), reason=event.reason, excluded_nodes=avoided
             )
         case Requeued():
-            return replace(status, state="queued", reason=event.reason)
+            return replace(status, state=State.QUEUED, reason=event.reason)
         case Cancelled():
-            return replace(status, state="cancelled", reason=event.reason)
+            return replace(status, state=State.CANCELLED, reason=event.reason)
         case Rewound():
             reason = f"went back to step {event.step}; what came after it is in {event.branch}"
-            return replace(status, state="interrupted", result=None, rewound=event.step, reason=reason)
+            return replace(status, state=State.INTERRUPTED, result=None, rewound=event.step, reason=reason)
         case Finished():
-            return replace(status, state="finished", result=event.result, reason="")
+            return replace(status, state=State.FINISHED, result=event.result, reason="")
     return status
 
 
@@ -168,5 +200,13 @@ def _clock(seconds: float) -> str:
 
 
 def _state_after(ended: AttemptEnded) -> State:
-    states: dict[str, State] = {"in_place": "running", "requeue": "queued", "successor": "queued", "fail": "failed"}
-    return states.get(ended.next, "interrupted")
+    match ended.next:
+        case "in_place":
+            return State.RUNNING
+        case "requeue" | "successor":
+            return State.QUEUED
+        case "fail":
+            return State.FAILED
+        case "stop":
+            pass
+    return State.INTERRUPTED  # also for a word of a later jobkit

@@ -21,18 +21,13 @@ from jobkit.run.journal import known_status, read_status
 from jobkit.run.locks import Lock
 from jobkit.run.records import Submitted
 from jobkit.run.rundir import RunDir
-from jobkit.run.status import Status, next_try
+from jobkit.run.status import UNDER_WAY, State, Status, next_try
 
 if TYPE_CHECKING:
     from jobkit.slurm.jobs import Job
 
-LOST = "lost"
-"""The state of a run whose job is gone, though its journal says queued or running."""
-
 ANSWER_SECONDS = 10.0
 """How long a controller may take to answer for all runs; the journals are shown without its word then."""
-
-UNDER_WAY = frozenset({"queued", "running"})
 
 
 @dataclass(frozen=True)
@@ -54,13 +49,13 @@ class View:
     """True where the scheduler has the job, the local job's lock is held, or a submission is being made."""
 
     @property
-    def state(self) -> str:
-        """The journal's state, or `lost`; `queued` also where Slurm itself has put the job back."""
+    def state(self) -> State:
+        """The journal's state, or LOST; QUEUED also where Slurm itself has put the job back."""
         if self.status.state not in UNDER_WAY or not self.answered:
             return self.status.state
         if not self.alive:
-            return LOST
-        return "queued" if self.is_pending else self.status.state
+            return State.LOST
+        return State.QUEUED if self.is_pending else self.status.state
 
     @property
     def is_pending(self) -> bool:
@@ -84,8 +79,14 @@ class View:
 
     @property
     def exit_code(self) -> int:
-        """Of a run that is over."""
-        return {"finished": EXIT_FINISHED, "failed": EXIT_FAILED}.get(self.state, EXIT_RESUMABLE)
+        """Of a command that has waited for the end of the run."""
+        match self.state:
+            case State.FINISHED:
+                return EXIT_FINISHED
+            case State.FAILED:
+                return EXIT_FAILED
+            case State.NEW | State.QUEUED | State.RUNNING | State.INTERRUPTED | State.LOST | State.CANCELLED:
+                return EXIT_RESUMABLE
 
     @property
     def job_id(self) -> str | None:
@@ -97,7 +98,7 @@ class View:
         job = f"job {self.job_id}" if self.job_id else "its job"
         if self.status.state not in UNDER_WAY:
             return self.status.reason
-        if self.state == LOST:
+        if self.state == State.LOST:
             end = f"ended ({self.job.state})" if self.job is not None else "is gone"
             if self.run.failed_starts.exists():
                 return f"{job} {end} before it could begin an attempt"

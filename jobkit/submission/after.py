@@ -15,6 +15,7 @@ from jobkit.config.load import Loaded
 from jobkit.errors import InputError, NoSuchRun
 from jobkit.run.after import predecessors, waits_on
 from jobkit.run.runs import absent_runs, find
+from jobkit.run.status import State
 from jobkit.run.view import View, views
 from jobkit.slurm import jobs
 from jobkit.submission.plan import LaunchPlan
@@ -55,7 +56,7 @@ def depend(plan: LaunchPlan) -> LaunchPlan:
         if waits_on(other, plan.run):
             raise InputError("that run waits for this one", key="after", found=other.name)
     for now in views(others):
-        if now.state == "finished":
+        if now.state == State.FINISHED:
             continue
         _refuse(now, plan)
         if now.job is not None:

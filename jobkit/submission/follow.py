@@ -19,9 +19,9 @@ from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE
 from jobkit.run.after import waits_for
 from jobkit.run.journal import known_status, read_status
 from jobkit.run.rundir import RunDir
-from jobkit.run.status import Attempt, Status, next_try
+from jobkit.run.status import Attempt, State, Status, next_try
 from jobkit.run.tail import Tail
-from jobkit.run.view import LOST, View, known_view
+from jobkit.run.view import View, known_view
 from jobkit.submission.signals import Signals
 from jobkit.usage import to_type
 
@@ -81,12 +81,12 @@ class Follower:
         self.display.close()
         say, status, state = self.display.say, now.status, now.state
         ended = status.attempt.ended if status.attempt is not None else None
-        if state == "finished":
+        if state == State.FINISHED:
             result = f": {status.result}" if status.result is not None else ""
             say(f"{self.run.name} finished{result}")
             say(f"run directory: {self.run.path}")
             return EXIT_FINISHED
-        if state == "failed" and ended is not None:
+        if state == State.FAILED and ended is not None:
             if ended.traceback and (ended.rank != 0 or ended.attempt < self._first):  # rank 0's was shown as it came
                 say(ended.traceback.rstrip())
             say(f"output: {self.run.logs(ended.attempt)}")
@@ -94,8 +94,8 @@ class Follower:
             for line in self._tail.read(self.run.job_log, to_the_end=True)[-LINES_OF_LOG:]:
                 say(line)
         say(f"{self.run.name}: {state}{f', {now.words}' if now.words else ''}")
-        if state != LOST:  # its words say so already
-            when = " once that is mended" if state == "failed" else ""
+        if state != State.LOST:  # its words say so already
+            when = " once that is mended" if state == State.FAILED else ""
             say(f"to continue it{when}: the same command; with the code as it was: {to_type('resume', self.run.path)}")
         return now.exit_code
 
@@ -126,7 +126,7 @@ def follow_local(run: RunDir, process: subprocess.Popen[bytes], signals: Signals
         stop.ask(read_status(run), kills=False)
         return EXIT_RESUMABLE
     code = follower.end(now)
-    cannot_start = now.state == LOST and process.returncode == EXIT_FAILED and not signals.received  # setup lines
+    cannot_start = now.state == State.LOST and process.returncode == EXIT_FAILED and not signals.received  # setup lines
     return EXIT_FAILED if cannot_start else code
 
 

@@ -31,6 +31,7 @@ from jobkit.run.records import Origin
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import find, identity_of, runs_in, versions
 from jobkit.run.secrets import masked
+from jobkit.run.status import State
 from jobkit.submission.plan import LaunchPlan
 from jobkit.usage import program
 
@@ -87,7 +88,7 @@ class Fork:
         steps = self._steps()
         self._refuse_an_end(plan, steps[0])
         awaited = {other.path for other in predecessors(run, plan.config.after)}
-        if self.step is None and self.parent.path in awaited and read_status(self.parent).state != "finished":
+        if self.step is None and self.parent.path in awaited and read_status(self.parent).state != State.FINISHED:
             words = f"{self.parent.name} is not finished: step {steps[0]}, its newest of now, is not its last"
             raise InputError(words, key=OPTION, hint=f"`{program('wait')} {self.parent.name}` first, or name the step")
         folder = run.start_folder if self.weights_only else run.checkpoints
@@ -140,7 +141,7 @@ class Fork:
         """Refuse the last checkpoint of a finished run for a run that is no longer."""
         status = read_status(self.parent)
         last = max((attempt.ended.last_step or 0 for attempt in status.attempts if attempt.ended), default=None)
-        is_end = status.state == "finished" and step == last and not self.weights_only
+        is_end = status.state == State.FINISHED and step == last and not self.weights_only
         if is_end and not list(self._differences(plan)):
             problem = f"{self.parent.name} ended at step {step}, and nothing is changed: nothing is left to train"
             raise InputError(problem, key=OPTION, hint="params.steps=... for more steps, or --weights-only")

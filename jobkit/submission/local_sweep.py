@@ -25,7 +25,8 @@ from jobkit.run import snapshot
 from jobkit.run.journal import read_status
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import sweep_cancel_file, sweep_lock
-from jobkit.run.view import LOST, View
+from jobkit.run.status import State
+from jobkit.run.view import View
 from jobkit.submission import transaction
 from jobkit.submission.follow import POLL_SECONDS, LocalStopper, ended
 from jobkit.submission.plan import LaunchPlan
@@ -154,8 +155,8 @@ class _Loop:
             outcome.run.ask("cancel", read_status(outcome.run))
 
     def _ended(self, now: View, process: subprocess.Popen[bytes]) -> None:
-        words = now.status.result if now.state == "finished" else now.words
+        words = now.status.result if now.state == State.FINISHED else now.words
         print(f"{now.run.name}: {now.state}{f', {words}' if words else ''}", flush=True)
         self.states.append(now.state)
-        cannot_start = now.state == LOST and process.returncode == EXIT_FAILED  # no supervisor could start
+        cannot_start = now.state == State.LOST and process.returncode == EXIT_FAILED  # no supervisor could start
         self.codes.append(EXIT_FAILED if cannot_start else now.exit_code)

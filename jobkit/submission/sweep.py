@@ -32,7 +32,8 @@ from jobkit.run.journal import Journal, read_status
 from jobkit.run.records import new_token
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import SWEEP, identity_of, newest
-from jobkit.run.view import UNDER_WAY, View, look, views
+from jobkit.run.status import UNDER_WAY, State
+from jobkit.run.view import View, look, views
 from jobkit.slurm import commands
 from jobkit.submission import after, checks, transaction
 from jobkit.submission.plan import LaunchPlan
@@ -145,7 +146,7 @@ def starting(outcome: SweepOutcome) -> list[LaunchPlan]:
         outcome.states[now.run.name] = now.state
         if not (now.is_over or now.answered):
             outcome.left, outcome.refusal = [*outcome.left, now.run.name], f"{now.run.name}: {now.words}"
-    return [plan for plan in plans if outcome.states[plan.run.name] not in (*UNDER_WAY, "finished")]
+    return [plan for plan in plans if outcome.states[plan.run.name] not in (*UNDER_WAY, State.FINISHED)]
 
 
 def submit(
@@ -278,7 +279,7 @@ class _Array:
                 read = [(plan.run, read_status(plan.run)) for plan in plans]
                 for plan, before in zip(plans, look(read, locked=True), strict=True):
                     self.outcome.states[plan.run.name] = before.state
-                    if before.state not in (*UNDER_WAY, "finished"):  # else another command was here since
+                    if before.state not in (*UNDER_WAY, State.FINISHED):  # else another command was here since
                         checks.refuse_foreign(plan.run)
                         plan = transaction.keep_seed(plan)
                         self.rest.append(_Prepared(plan, before, is_new=not plan.run.path.exists()))

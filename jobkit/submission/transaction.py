@@ -28,7 +28,8 @@ from jobkit.run.locks import Lock
 from jobkit.run.records import Refused, Submitted, new_token
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import versions
-from jobkit.run.view import UNDER_WAY, View, view
+from jobkit.run.status import UNDER_WAY, State
+from jobkit.run.view import View, view
 from jobkit.slurm import commands
 from jobkit.submission import after, checks
 from jobkit.submission.plan import LaunchPlan
@@ -81,7 +82,7 @@ def submit(
             raise InputError("the run was removed meanwhile", key=run.name)
         before = view(run, locked=True)
         checks.refuse_older(run, before.status)
-        if before.state == "finished":
+        if before.state == State.FINISHED:
             return Outcome(run=run, before=before, started=False, job_id=before.job_id)
         if before.state in UNDER_WAY:
             if not before.answered:

@@ -14,6 +14,7 @@ from typing import NoReturn
 from jobkit.log import log
 from jobkit.run.after import awaited, decide
 from jobkit.run.records import Cancelled, Event, Refused
+from jobkit.run.status import State
 from jobkit.run.view import views
 from jobkit.supervisor.closing import cancel_of
 from jobkit.supervisor.lease import HeldLease, NotRunnable, way_back
@@ -32,7 +33,7 @@ def wait(held_lease: HeldLease, signals: list[int]) -> None:
         return
     while others := awaited(run, journal.status):
         existing = views([other for other in others if other.exists()])
-        states: dict[str, str | None] = {other.name: None for other in others}
+        states: dict[str, State | None] = {other.name: None for other in others}
         turn = decide(states | {now.run.name: now.state for now in existing})
         if turn.action == "start":
             return

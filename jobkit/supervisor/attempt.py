@@ -21,7 +21,7 @@ from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, InputError
 from jobkit.run.journal import Journal
 from jobkit.run.records import AttemptBegan, Cancelled, Refused, Requeued
 from jobkit.run.rundir import RunDir
-from jobkit.run.status import Attempt, Status
+from jobkit.run.status import Attempt, State, Status
 from jobkit.supervisor.closing import REQUESTS, Unsaved, cancel_of, end_attempt, facts_of_lost, facts_of_rescue
 from jobkit.supervisor.diagnosis import Facts
 from jobkit.supervisor.lease import HeldLease, NotRunnable, ThisJob, way_back
@@ -186,7 +186,7 @@ def _refuse(status: Status, this_job: ThisJob, decision: Decision | None) -> Non
     if status.token != this_job.token and (decision is None or decision.action != "successor"):
         raise NotRunnable(f"{status.name}: job {this_job.job_id} begins nothing: the run was submitted again since")
     is_decided = status.attempt is not None and status.attempt.began.token == this_job.token and status.is_over
-    if status.state in ("finished", "cancelled") or is_decided:  # by an earlier supervisor of this job
+    if status.state in (State.FINISHED, State.CANCELLED) or is_decided:  # by an earlier supervisor of this job
         raise _over(status)
 
 
@@ -228,7 +228,7 @@ def _not_carried_out(status: Status, this_job: ThisJob) -> Decision | None:
     has not done it.
     """
     attempt = status.attempt
-    if status.state != "queued" or attempt is None or attempt.ended is None or not this_job.began(attempt):
+    if status.state != State.QUEUED or attempt is None or attempt.ended is None or not this_job.began(attempt):
         return None
     if attempt.ended.next not in ("requeue", "successor"):
         return None

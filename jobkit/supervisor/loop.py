@@ -20,6 +20,7 @@ from jobkit.disk import FULL_DISK_SECONDS, may_return
 from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE
 from jobkit.log import log
 from jobkit.run.records import AttemptBegan, Cause, Request
+from jobkit.run.status import State
 from jobkit.supervisor import attempt as attempts
 from jobkit.supervisor import notify
 from jobkit.supervisor.agents import Agent, Agents, Lost, News
@@ -420,4 +421,4 @@ class Supervisor:
             return EXIT_RESUMABLE
         if decision.action == "fail":
             return EXIT_RUN_FAILED
-        return EXIT_FINISHED if self.held_lease.journal.status.state == "finished" else EXIT_RESUMABLE
+        return EXIT_FINISHED if self.held_lease.journal.status.state == State.FINISHED else EXIT_RESUMABLE

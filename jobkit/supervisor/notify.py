@@ -25,7 +25,7 @@ from jobkit.log import log
 from jobkit.run.files import FOR_OWNER, foreign_owner, is_there, json_text, write_atomic
 from jobkit.run.journal import read_status
 from jobkit.run.rundir import RunDir
-from jobkit.run.status import Status
+from jobkit.run.status import State, Status
 from jobkit.slurm.commands import without_options
 from jobkit.supervisor.allocation import KILLED_SECONDS
 from jobkit.supervisor.retry import KEEP_SECONDS
@@ -65,7 +65,7 @@ def tell_waiting(run: RunDir) -> None:
 def tell_no_room(run: RunDir, error: OSError) -> None:
     """Run the command for a run whose disk takes no files, so that its journal cannot say that it is interrupted."""
     with contextlib.suppress(OSError):
-        status = replace(read_status(run), state="interrupted", reason=str(error))
+        status = replace(read_status(run), state=State.INTERRUPTED, reason=str(error))
         _execute(run, status, variables(run, status))
 
 
@@ -110,7 +110,7 @@ def variables(run: RunDir, status: Status) -> dict[str, str]:
     ended = status.attempt.ended if status.attempt is not None else None
     step = ended.last_step if ended is not None else None
     error = status.reason
-    if status.state == "failed" and ended is not None and ended.error:
+    if status.state == State.FAILED and ended is not None and ended.error:
         error = ended.error
     result = json_text(status.result, indent=None) if status.result is not None else ""
     at, why = f" at step {step}" if step is not None else "", f": {status.reason}" if status.reason else ""

@@ -25,6 +25,7 @@ from jobkit.run.files import write_json
 from jobkit.run.journal import read_status
 from jobkit.run.records import Drill, Interruption
 from jobkit.run.rundir import FRAMEWORK, RunDir
+from jobkit.run.status import State
 from jobkit.run.view import view
 from jobkit.slurm import jobs
 from jobkit.submission import transaction
@@ -241,7 +242,7 @@ class Verification:
                 display.close()
         if outcome.process is not None:
             outcome.process.wait()
-        if now.state != "finished":
+        if now.state != State.FINISHED:
             ended = now.status.attempt.ended if now.status.attempt is not None else None
             traceback = f"\n{ended.traceback.rstrip()}" if ended is not None and ended.traceback else ""
             raise RunFailed(f"the run {run.name} of the verification: {now.state}, {now.words}{traceback}")

@@ -32,7 +32,8 @@ from jobkit.run.journal import Journal
 from jobkit.run.locks import Lock
 from jobkit.run.records import RankReport, Submitted, new_token
 from jobkit.run.rundir import RunDir
-from jobkit.run.view import UNDER_WAY, view
+from jobkit.run.status import UNDER_WAY, State
+from jobkit.run.view import view
 from jobkit.supervisor import attempt
 from jobkit.supervisor.closing import REQUESTS, request_of
 from jobkit.supervisor.diagnosis import Facts
@@ -127,7 +128,7 @@ def _begin(launched: ForeignAttempt, loaded: Loaded, launch: Launch) -> int | No
     run = launched.rank.run
     with run.submit_lock():
         before = view(run, locked=True)
-        if before.state == "finished":
+        if before.state == State.FINISHED:
             print(f"already finished: {run.path}\nfor a new run: another name, or other params", flush=True)
             return None
         last = before.status.submitted
