@@ -116,7 +116,11 @@ RECORDS = (
     records.AttemptEnded,
     records.Progress,
 )
-VALUES = {"state": status.State, "cause": records.Cause, "next": records.Next}
+VALUES = {
+    "state": [*status.State],
+    "cause": typing.get_args(records.Cause),
+    "next": typing.get_args(records.Next),
+}
 
 
 @cache
@@ -266,7 +270,7 @@ def reference_page() -> str:
     shapes = [(f"`{name}`", keys(*place[:2]), place[2]) for name, place in JSON.items()]
     parts += [table("command | keys | form", shapes), ""]
     parts.append("Fields that are null or empty are left out. Times are seconds since the epoch. Values:\n")
-    parts += [f"- `{name}`: {', '.join(typing.get_args(kind))}" for name, kind in VALUES.items()]
+    parts += [f"- `{name}`: {', '.join(values)}" for name, values in VALUES.items()]
     for kind in RECORDS:
         file = kind.__module__.replace("jobkit.", "", 1).replace(".", "/") + ".py"
         texts = dict(documented(node(file, kind.__name__).body))
