@@ -59,14 +59,14 @@ class EmaAdamW(torch.optim.AdamW):
         self._use_fused(fused)
         self._listen()
 
-    def _use_fused(self, wanted: bool | None) -> None:
+    def _use_fused(self, fused: bool | None) -> None:
         for group in self.param_groups:
             reason = why_not_fused(group["params"])
-            if wanted and reason:
+            if fused and reason:
                 raise ValueError(f"fused=True: there is no fused AdamW {reason}; fused=None uses it where there is")
-            if wanted is None and reason:
+            if fused is None and reason:
                 _warn_once(f"no fused AdamW {reason}: using the plain one; the moving average is kept")
-            fused = wanted is not False and reason is None
+            fused = fused is not False and reason is None
             group["fused"] = fused or None  # with False, torch would not take its multi-tensor kernels either
         # What torch's own AdamW says to a GradScaler: call step anyway, the kernel looks for infinities itself.
         self._step_supports_amp_scaling = all(group["fused"] for group in self.param_groups)

@@ -25,9 +25,9 @@ def words(module: str, *arguments: str) -> list[str]:
 
 def leave_current_folder() -> None:
     """Import nothing from the current folder from here on, except jobkit itself where it is there."""
-    here = os.path.realpath(os.getcwd())
-    sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != here]
-    if os.path.realpath(ROOT) == here:
+    current = os.path.realpath(os.getcwd())
+    sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != current]
+    if os.path.realpath(ROOT) == current:
         sys.path.append(ROOT)  # jobkit's checkout: its metadata is nowhere else
 
 

@@ -141,8 +141,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.sweep or arguments.sweep_file or source.sweep is not None:
         from jobkit.config.points import points
 
-        if (wanted := points(source, arguments.sweep, arguments.sweep_file)) is not None:
-            return _sweep(arguments, source, wanted, manner, fork)
+        if (listed := points(source, arguments.sweep, arguments.sweep_file)) is not None:
+            return _sweep(arguments, source, listed, manner, fork)
     if arguments.max_running:
         raise InputError("there is no sweep", key="--max-running", hint="see --sweep and --sweep-file")
     loaded = source.loaded()
@@ -281,15 +281,15 @@ def _sweep(
         )
     start = fork.text if fork is not None else ""
     plans = sweep.plan(loaded, lambda first: plan_of(first, runs_dir, place), start)
-    wanted = sweep.Sweep.of(list(plans.values()))
+    planned = sweep.Sweep.of(list(plans.values()))
     if arguments.dry_run:
-        print(f"sweep {wanted.name}: {len(wanted.plans)} runs on {place.name}")
-        print("\n".join(f"{plan.run.name}  {words}" for plan, words in zip(wanted.plans, plans, strict=True)))
+        print(f"sweep {planned.name}: {len(planned.plans)} runs on {place.name}")
+        print("\n".join(f"{plan.run.name}  {words}" for plan, words in zip(planned.plans, plans, strict=True)))
         return EXIT_FINISHED
     with Signals() as signals:
         if is_here:
             return local_sweep.submit(
-                wanted,
+                planned,
                 Path.cwd(),
                 arguments.max_running,
                 signals,
@@ -297,17 +297,17 @@ def _sweep(
                 detach=manner.detach,
                 as_json=manner.as_json,
             )
-        outcome = sweep.submit(wanted, Path.cwd(), arguments.max_running, _preparation(manner, fork))
+        outcome = sweep.submit(planned, Path.cwd(), arguments.max_running, _preparation(manner, fork))
     if manner.as_json:
         import json
 
         print(json.dumps(outcome.as_json()))
         return outcome.say_left()
-    print(f"sweep {wanted.name}: {outcome.counts()}")
+    print(f"sweep {planned.name}: {outcome.counts()}")
     limit = f", at most {arguments.max_running} at once" if arguments.max_running else ""
     for job, count in outcome.jobs:
         print(f"job {job}: {count} task(s){limit}")
-    print(f"{program('list')} {wanted.name}   shows them", file=sys.stderr)
+    print(f"{program('list')} {planned.name}   shows them", file=sys.stderr)
     return outcome.say_left()
 
 

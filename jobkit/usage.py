@@ -102,8 +102,8 @@ class Parser(argparse.ArgumentParser):
             key = f"params.{name}"
             with suppress(StopIteration, JobkitError):
                 values, _ = read_yaml(Path(next(word for word in self._typed if word.endswith((".yaml", ".yml")))))
-                found = key_meant(name, values)
-                key = found if found and not isinstance(values.get(found), dict) else key
+                meant = key_meant(name, values)
+                key = meant if meant and not isinstance(values.get(meant), dict) else key
         return f"a value is set by {key}={value or '...'}"
 
 

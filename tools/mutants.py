@@ -70,12 +70,14 @@ class Mutant:
         places = [(b, e) for n, b, e in _definitions(text) if n == name] if name else [(0, len(lines))]
         if not places:
             raise WrongTable(f"{self.promise}: {path_of(self.place)} has no {name} ({MOVED})")
-        wanted = [line.strip() for line in self.line.splitlines()]
-        here = [i for b, e in places for i in range(b, e) if [x.strip() for x in lines[i : i + len(wanted)]] == wanted]
-        if len(here) != 1:
-            raise WrongTable(f"{self.promise}: {self.place} has {len(here)} times the line {self.line!r} ({MOVED})")
-        indent = lines[here[0]][: -len(lines[here[0]].lstrip())] if lines[here[0]][:1].isspace() else ""
-        lines[here[0] : here[0] + len(wanted)] = [indent + line for line in self.broken.splitlines()]
+        searched = [line.strip() for line in self.line.splitlines()]
+        matches = [
+            i for b, e in places for i in range(b, e) if [x.strip() for x in lines[i : i + len(searched)]] == searched
+        ]
+        if len(matches) != 1:
+            raise WrongTable(f"{self.promise}: {self.place} has {len(matches)} times the line {self.line!r} ({MOVED})")
+        indent = lines[matches[0]][: -len(lines[matches[0]].lstrip())] if lines[matches[0]][:1].isspace() else ""
+        lines[matches[0] : matches[0] + len(searched)] = [indent + line for line in self.broken.splitlines()]
         text = "\n".join(lines) + "\n"
         if file.suffix == ".py":
             try:
@@ -201,8 +203,8 @@ class Copy:
         # An environment of its own and not PYTHONPATH: programs that the tests start may drop variables.
         venv.create(folder / ".venv")
         packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder / ".venv")}))
-        there = sysconfig.get_path("purelib")
-        (packages / "copy.pth").write_text(f"{folder}\nimport site; site.addsitedir({there!r})\n", encoding="utf-8")
+        libraries = sysconfig.get_path("purelib")
+        (packages / "copy.pth").write_text(f"{folder}\nimport site; site.addsitedir({libraries!r})\n", encoding="utf-8")
 
     def run(self, mutant: Mutant) -> tuple[bool, str]:
         """Break the line, run its tests, and mend the line; returns whether all of them failed, and their output."""

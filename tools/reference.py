@@ -130,10 +130,10 @@ def tree(file: str) -> ast.Module:
 
 def node(file: str, name: str) -> Any:
     """Return the class, method or function of a dotted name."""
-    found: Any = tree(file)
+    node: Any = tree(file)
     for part in name.split("."):
-        found = next(item for item in ast.walk(found) if getattr(item, "name", None) == part)
-    return found
+        node = next(item for item in ast.walk(node) if getattr(item, "name", None) == part)
+    return node
 
 
 def documented(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:

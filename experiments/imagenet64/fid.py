@@ -66,7 +66,7 @@ class Fid:
 
     def features(self, images: Tensor) -> Tensor:
         """The network's features, float32 [N, 2048], of uint8 images [N, 1 or 3, R, R]."""
-        return torch.cat([self.network(some.expand(-1, 3, -1, -1))[0].float() for some in images.split(BATCH)])
+        return torch.cat([self.network(part.expand(-1, 3, -1, -1))[0].float() for part in images.split(BATCH)])
 
     def of(self, features: Tensor) -> float:
         """FID of images with these features [N, 2048]. On rank 0."""

@@ -165,10 +165,10 @@ def load_initial(net: nn.Module, file: str) -> None:
     else:
         with torch.serialization.safe_globals([argparse.Namespace]):  # the options of the published training
             weights = torch.load(file, map_location="cpu", weights_only=True)
-    weights, own, labels = dict(weights.get("model", weights)), net.state_dict(), "label_emb.weight"
-    if labels in own and labels in weights and weights[labels].shape != own[labels].shape:
+    weights, present, labels = dict(weights.get("model", weights)), net.state_dict(), "label_emb.weight"
+    if labels in present and labels in weights and weights[labels].shape != present[labels].shape:
         print(f"{file} has other classes: the embeddings of labels begin anew", flush=True)
-        weights[labels] = own[labels]
+        weights[labels] = present[labels]
     try:
         net.load_state_dict(weights)
     except RuntimeError as error:

@@ -46,8 +46,8 @@ def folder() -> Path:
     """
     # Path's own functions raise where there is no home, or where it is another user's.
     state = Path(os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state"))  # noqa: PTH111
-    there = next((path for path in (state, *state.parents) if os.path.exists(path)), state)  # noqa: PTH110
-    if not state.is_absolute() or not os.access(there, os.W_OK):
+    existing = next((path for path in (state, *state.parents) if os.path.exists(path)), state)  # noqa: PTH110
+    if not state.is_absolute() or not os.access(existing, os.W_OK):
         state = Path(f"/tmp/jobkit-{os.geteuid()}")  # not $TMPDIR: all of this user's runs have to meet
         if state.exists() and (owner := foreign_owner(state)) is not None:
             raise InputError(f"it belongs to {owner}", hint="set XDG_STATE_HOME to a folder of your own").at(state)
@@ -73,7 +73,7 @@ def of_run(run: RunDir, config: Config) -> Devices | None:
         return None
     if len(names) < count:
         raise InputError(key="resources.gpus_per_task", found=count, allowed=f"at most {len(names)}, the devices here")
-    return Devices(run, kind, names, count, each=config.resources.devices_per_rank)
+    return Devices(run, kind, names, count, devices_per_rank=config.resources.devices_per_rank)
 
 
 class Devices:
@@ -84,8 +84,8 @@ class Devices:
     devices.visible_on(place)              # {"CUDA_VISIBLE_DEVICES": "4,5"}
     """
 
-    def __init__(self, run: RunDir, kind: str, names: list[str], count: int, *, each: int) -> None:
-        self.run, self.kind, self.names, self.count, self.each = run, kind, names, count, each
+    def __init__(self, run: RunDir, kind: str, names: list[str], count: int, *, devices_per_rank: int) -> None:
+        self.run, self.kind, self.names, self.count, self.devices_per_rank = run, kind, names, count, devices_per_rank
         self.folder = folder()
         self._ticket: Path | None = None
         self._locks: list[Lock] = []
@@ -125,7 +125,7 @@ class Devices:
         for lock in taken.values():
             lock.close()
         if is_new:
-            others = [f"{name}: {user}" for name, found in users.items() for user in found]
+            others = [f"{name}: {user}" for name, names_of_users in users.items() for user in names_of_users]
             words = "; ".join([*before, *others]) or "other runs have them"
             log.info("waiting for %d of %s %s (%s)", self.count, self.kind, ", ".join(self.names), words)
         return False
@@ -135,7 +135,7 @@ class Devices:
 
         All of the node's, as programs for several devices expect: LOCAL_RANK chooses, and NCCL sends directly.
         """
-        per_node = place.local_world_size * self.each
+        per_node = place.local_world_size * self.devices_per_rank
         visible = KINDS[self.kind].visible
         assert visible is not None
         return {visible: ",".join(self.held[place.node * per_node : (place.node + 1) * per_node])}

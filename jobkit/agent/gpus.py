@@ -107,14 +107,14 @@ def opened(names: Iterable[str]) -> Iterator[dict[str, Gpu]]:
 
 
 def _find(names: Iterable[str]) -> dict[str, Gpu]:
-    found = [_look(index) for index in range(pynvml.nvmlDeviceGetCount())]
-    models = {model for gpu, model in found if gpu.handle is not None}
+    looked_up = [_look(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    models = {model for gpu, model in looked_up if gpu.handle is not None}
     is_in_order = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len(models) <= 1
     gpus = {}
     for name in names:
-        matching = [gpu for gpu, _ in found if gpu.uuid.startswith(name)]
+        matching = [gpu for gpu, _ in looked_up if gpu.uuid.startswith(name)]
         if name.isdigit() and is_in_order:
-            matching = [found[int(name)][0] if int(name) < len(found) else Gpu(f"cuda-{name}")]
+            matching = [looked_up[int(name)][0] if int(name) < len(looked_up) else Gpu(f"cuda-{name}")]
         if len(matching) == 1:
             gpus[name] = matching[0]
     return gpus

@@ -225,10 +225,10 @@ class Checkpointer:
         """Read all entries once more: lines that ran since may have changed them."""
         self._restore(self._entries)
 
-    def _restore(self, wanted: Sequence[Entry]) -> None:
+    def _restore(self, entries: Sequence[Entry]) -> None:
         while self.restored is not None:
             try:
-                self._read(wanted)
+                self._read(entries)
                 return
             except Damaged as error:
                 log.warning("%s", error)
@@ -237,7 +237,7 @@ class Checkpointer:
                 else:
                     self._reject(self.restored.step, str(error))
                 self.restored = self._newest()
-                wanted = self._entries
+                entries = self._entries
                 if self.restored is None:  # live tensors have parts of it: the next attempt begins without it
                     raise JobkitError(f"{error}; no other state is left: the next attempt begins at step 0") from error
 
@@ -259,8 +259,8 @@ class Checkpointer:
         self.snapshots.end_restore()
         if source is None:
             return []
-        asked = {entry.name for entry in self._entries}
-        return [name for name in source.manifest.entries if name not in asked]
+        tracked = {entry.name for entry in self._entries}
+        return [name for name in source.manifest.entries if name not in tracked]
 
     # Saving
 

@@ -39,10 +39,10 @@ MOST_TEXT = 48
 def leaf_digests(live: Leaves) -> dict[str, str]:
     """Return a digest of each leaf of an entry, by its path with dots: of tensors 32 hexadecimal digits, of plain
     values their text."""
-    found = dict(plain_leaves(live.skeleton))
+    digests = dict(plain_leaves(live.skeleton))
     tensors = {**live.tensors, **live.left_out}
-    found |= tensor_digests({path.replace("/", "."): local(leaf) for path, leaf in tensors.items()})
-    return found
+    digests |= tensor_digests({path.replace("/", "."): local(leaf) for path, leaf in tensors.items()})
+    return digests
 
 
 def tensor_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
@@ -55,9 +55,9 @@ def tensor_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
             digests[path] = xxhash.xxh3_128_hexdigest(_bits(tensor).view(torch.uint8).numpy().data, _seed(form))
         else:
             sums.setdefault(tensor.device, {})[path] = weighted_sums(tensor) + _seed(form)
-    for each in sums.values():
-        numbers = torch.stack(list(each.values())).cpu().tolist()
-        for path, pair in zip(each, numbers, strict=True):
+    for of_device in sums.values():
+        numbers = torch.stack(list(of_device.values())).cpu().tolist()
+        for path, pair in zip(of_device, numbers, strict=True):
             digests[path] = "".join(f"{item % (1 << 64):016x}" for item in pair)
     return digests
 

@@ -92,10 +92,10 @@ def whole_weights(module: nn.Module, ranks: RankGroup) -> tuple[dict[str, Tensor
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         tensors[name] = whole.cpu().contiguous().clone()
     forms = ranks.gather({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
-    here = set(forms[0])
+    received = set(forms[0])
     for source, other in enumerate(forms):
-        for name in sorted(other.keys() - here):
-            here.add(name)
+        for name in sorted(other.keys() - received):
+            received.add(name)
             if ranks.rank == source:
                 ranks.send(tensors[name], to=0)
             elif ranks.is_main:

@@ -30,9 +30,9 @@ def _free_in_groups(root: Path) -> Iterator[int]:
         for folder in (group, *group.parents):  # a group has what those above it leave
             if not folder.is_relative_to(base):
                 break
-            most, used_now = _text(folder / limit).strip(), _text(folder / used).strip()
-            if most.isdigit() and used_now.isdigit():
-                yield int(most) - int(used_now) + _cache(folder)
+            maximum, used_now = _text(folder / limit).strip(), _text(folder / used).strip()
+            if maximum.isdigit() and used_now.isdigit():
+                yield int(maximum) - int(used_now) + _cache(folder)
 
 
 def _cache(group: Path) -> int:

@@ -290,21 +290,21 @@ class Snapshots:
         holders: Sequence[Sequence[Fact]],
     ) -> Source | None:
         """Bring each rank's shard to it, and return the snapshot as a source. None where a header is damaged."""
-        ranks, here, step = self._stager.ranks, self._place.rank, state[0]
-        if (mine := present.get((*state, here))) is not None:
+        ranks, own_rank, step = self._stager.ranks, self._place.rank, state[0]
+        if (mine := present.get((*state, own_rank))) is not None:
             slot, record = mine
             file = FileIO(slot.descriptor, closefd=False)
         for rank in range(self._place.world_size):
             if (*state, rank) in holders[rank]:
                 continue
             giver = next(number for number, facts in enumerate(holders) if (*state, rank) in facts)
-            if here == giver:
+            if own_rank == giver:
                 slot, theirs = present[state[0], state[1], rank]
                 text = json.dumps(vars(theirs)).encode()
                 ranks.send(torch.frombuffer(bytearray(text).ljust(RECORD), dtype=torch.uint8), rank)
                 data = memoryview(slot.memory(slot.size))[theirs.begin : theirs.begin + theirs.info["size"]]
                 ranks.send(torch.frombuffer(data, dtype=torch.uint8), rank)
-            elif here == rank:
+            elif own_rank == rank:
                 head = torch.empty(RECORD, dtype=torch.uint8)
                 ranks.receive(head, giver)
                 record = Record(**{**json.loads(head.numpy().tobytes().rstrip(b" ")), "begin": 0})
@@ -335,7 +335,7 @@ class Snapshots:
             {name(rank): fact[1] for rank, fact in enumerate(facts)},
             lambda _: nullcontext(ShardFile(file, record.begin)),
             "memory",
-            local=frozenset([name(here)]),
+            local=frozenset([name(own_rank)]),
         )
 
     def wait(self) -> None:

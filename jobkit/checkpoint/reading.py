@@ -76,14 +76,14 @@ class ShardFile:
         total = 0
         for begin in range(0, len(buffers), IOV_MAX):
             part = list(buffers[begin : begin + IOV_MAX])
-            wanted = sum(map(len, part))
+            missing = sum(map(len, part))
             while part:
                 count = os.preadv(self.file.fileno(), part, self.begin + offset + total)
                 if count == 0:
                     return total
                 total += count
-                wanted -= count
-                part = _after(part, count) if wanted else []
+                missing -= count
+                part = _after(part, count) if missing else []
         return total
 
 
@@ -253,14 +253,14 @@ class Sink:
         """Yield the runs of bytes that a box and this rank's part have in common, contiguous in both."""
         piece, size = stored.piece, stored.piece.dtype.itemsize
         shape, zeros = self.buffer.shape, (0,) * self.buffer.dim()
-        here, origin = self.offset or zeros, piece.offset or zeros
-        low = [max(a, b) for a, b in zip(here, origin, strict=True)]
-        high = [min(a + n, b + m) for a, n, b, m in zip(here, shape, origin, piece.shape, strict=True)]
+        offset, origin = self.offset or zeros, piece.offset or zeros
+        low = [max(a, b) for a, b in zip(offset, origin, strict=True)]
+        high = [min(a + n, b + m) for a, n, b, m in zip(offset, shape, origin, piece.shape, strict=True)]
         if any(begin >= end for begin, end in zip(low, high, strict=True)):
             return
         for index, length in _runs(low, high, shape, piece.shape):
             source = _flat([i - o for i, o in zip(index, origin, strict=True)], piece.shape) * size
-            begin = _flat([i - o for i, o in zip(index, here, strict=True)], shape) * size
+            begin = _flat([i - o for i, o in zip(index, offset, strict=True)], shape) * size
             yield Target(stored.begin + source, self._memory[begin : begin + length * size])
 
     def _of_range(self, stored: Stored) -> Iterator[Target]:

@@ -78,7 +78,7 @@ def save_newest(
 
     try:
         written = ranks.gather(ranks.all_or_none(write))
-        records = sorted((record for some in written for record in some), key=lambda record: record.rank)
+        records = sorted((record for of_rank in written for record in of_rank), key=lambda record: record.rank)
         ranks.on_main(publish)
     except BaseException:
         if ranks.is_main:  # on a full disk the journal needs this room

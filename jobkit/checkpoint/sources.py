@@ -176,7 +176,7 @@ class _Reading:
                     saved.setdefault(path, name)
         live = walker.adopt(None, {path: self._shapes[name] for path, name in saved.items()})
         if missing := [path for path in live.tensors if path not in saved]:
-            raise CheckpointError(f"{entry.name}: the checkpoint of step {self.source.step} has no {_some(missing)}")
+            raise CheckpointError(f"{entry.name}: the checkpoint of step {self.source.step} has no {_joined(missing)}")
         self._others += [name for path, name in saved.items() if path not in live.tensors]
         self.leaves[entry.name] = live.tensors
         for path, leaf in live.tensors.items():
@@ -194,7 +194,7 @@ class _Reading:
         if self.ranks.anywhere(bool(unknown)):
             names = next(names for names in self.ranks.gather(unknown) if names)
             raise CheckpointError(
-                f"the checkpoint of step {self.source.step} has {_some(names)}, and the code does not"
+                f"the checkpoint of step {self.source.step} has {_joined(names)}, and the code does not"
             )
         self._partial = set().union(*present) - set.intersection(*present)
 
@@ -202,12 +202,12 @@ class _Reading:
         """Read this rank's part of the files. Raises Damaged."""
         with ThreadPoolExecutor(max_workers=2) as pool:
             for number, name in enumerate(self.files):
-                wanted = {
+                sinks = {
                     piece: sink
                     for piece, sink in self.sinks.items()
                     if not self._is_shared(piece) or self._reader(number) == self.ranks.rank
                 }
-                targets = targets_of(self.pieces[name], wanted)
+                targets = targets_of(self.pieces[name], sinks)
                 text = bytearray()
                 if name == f"rank_{self.counterpart}.safetensors":
                     begin, end = self.source.skeletons[name]
@@ -216,7 +216,7 @@ class _Reading:
                 if not targets:
                     continue
                 if self.source.local is not None and name not in self.source.local:
-                    self._note_missing(number, name, wanted)
+                    self._note_missing(number, name, sinks)
                     continue
                 info: ShardInfo = self.source.manifest.shards[name]
                 with self.source.open(name) as file:
@@ -240,10 +240,10 @@ class _Reading:
             if not is_whole:
                 raise Damaged(f"the checkpoint of step {self.source.step} has only a part of {name} here")
 
-    def _note_missing(self, number: int, name: str, wanted: Mapping[str, Sink]) -> None:
+    def _note_missing(self, number: int, name: str, sinks: Mapping[str, Sink]) -> None:
         """Note the pieces that another rank's memory has, where this rank has the same part as that rank."""
         for stored in self.pieces[name]:
-            sink = wanted.get(stored.piece.name)
+            sink = sinks.get(stored.piece.name)
             if sink is None or not sink.needs(stored):
                 continue
             if not sink.has_same_box(stored.piece):
@@ -317,5 +317,5 @@ def _buckets(parts: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     return buckets
 
 
-def _some(names: Sequence[str]) -> str:
+def _joined(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -182,8 +182,8 @@ class Stager:
 
         An optimizer's parameters have the names that the modules known until then give them.
         """
-        known = [*(entry for entry, _ in self._walkers.values()), *entries]
-        modules = [(entry.name, entry.live) for entry in known if isinstance(entry.live, torch.nn.Module)]
+        all_entries = [*(entry for entry, _ in self._walkers.values()), *entries]
+        modules = [(entry.name, entry.live) for entry in all_entries if isinstance(entry.live, torch.nn.Module)]
         names: dict[int, str] | None = None
         for entry in entries:
             present = self._walkers.get(entry.name)

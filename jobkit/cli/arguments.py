@@ -10,7 +10,7 @@ from pathlib import Path
 from jobkit.errors import EXIT_RESUMABLE, InputError, JobkitError
 from jobkit.errors import worst as worst
 from jobkit.run.rundir import RunDir
-from jobkit.run.runs import WORDS, absent_runs, find, runs_dir_of, some
+from jobkit.run.runs import WORDS, absent_runs, find, joined, runs_dir_of
 from jobkit.run.view import View
 from jobkit.usage import to_type
 
@@ -33,7 +33,7 @@ def absent(arguments: argparse.Namespace) -> list[int]:
     runs_dir = runs_dir_of(arguments.runs_dir)
     names = [name for word in arguments.names for name in absent_runs(word, runs_dir)]
     if names:
-        line = f"{len(names)} run(s) have not begun: {some(names)}; the command that submits the sweep starts them"
+        line = f"{len(names)} run(s) have not begun: {joined(names)}; the command that submits the sweep starts them"
         print(line, file=sys.stderr)
     return [EXIT_RESUMABLE] if names else []
 
@@ -47,7 +47,7 @@ def confirm(runs: list[RunDir], *, yes: bool) -> list[RunDir]:
     """Return the runs, once a person has agreed to act on several. Raises InputError for a no."""
     if len(runs) == 1 or yes:
         return runs
-    which = f"{len(runs)} runs: {some([run.name for run in runs])}"
+    which = f"{len(runs)} runs: {joined([run.name for run in runs])}"
     if not sys.stdin.isatty():
         raise InputError(f"{which}; nothing was done", hint="without a terminal to ask on, -y says to go on")
     print(f"{which}: go on? [y/N] ", end="", file=sys.stderr, flush=True)
@@ -63,7 +63,7 @@ def way_out(now: View) -> str:
     return f"where that is gone for good, first: {to_type('cancel', now.run.path, '--no-grace')}"
 
 
-def each(runs: Sequence[RunDir], act: Callable[[RunDir], int]) -> int:
+def for_each(runs: Sequence[RunDir], act: Callable[[RunDir], int]) -> int:
     """Act on each run and return the worst exit code; an error of one run keeps no other from its turn."""
     codes = []
     for run in runs:

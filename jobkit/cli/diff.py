@@ -17,7 +17,7 @@ from jobkit.cli.rows import Row, read_rows
 from jobkit.errors import EXIT_FINISHED, InputError
 from jobkit.run.files import json_text, leaves, read_json
 from jobkit.run.rundir import RunDir
-from jobkit.run.runs import WORDS, find, runs_dir_of, some
+from jobkit.run.runs import WORDS, find, joined, runs_dir_of
 from jobkit.run.secrets import masked
 from jobkit.run.snapshot import MANIFEST
 from jobkit.usage import show_examples
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _only(word: str, runs_dir: Path) -> RunDir:
     runs = find([word], runs_dir)
     if len(runs) > 1:
-        raise InputError(key="RUN", found=word, allowed=f"one of {some([run.name for run in runs])}")
+        raise InputError(key="RUN", found=word, allowed=f"one of {joined([run.name for run in runs])}")
     return runs[0]
 
 

@@ -117,15 +117,15 @@ def _runs_dir(runs_dir: Path) -> Iterator[Check]:
         return
     kind, reach = file_system(Path("/proc/self/mountinfo").read_text(), runs_dir.resolve())
     words = f"runs directory {runs_dir} ({kind}): writable, {shutil.disk_usage(runs_dir).free / 2**30:.1f} GiB free"
-    here = "stop and continue a run of this machine where it was submitted; or mount it with locks for all hosts"
+    advice = "stop and continue a run of this machine where it was submitted; or mount it with locks for all hosts"
     if not excludes:
         yield Check("problem", f"{words}; its locks exclude nobody", "a run could be started twice: see --runs-dir")
     elif reach in ("all", "own"):
         yield Check("ok", f"{words}, locks work{' between hosts' if reach == 'all' else ''}")
     elif reach == "host":
-        yield Check("warning", f"{words}; other hosts do not see its locks", here)
+        yield Check("warning", f"{words}; other hosts do not see its locks", advice)
     else:
-        advice = f"BeeGFS: tuneUseGlobalFileLocks; if they do not, {here}"
+        advice = f"BeeGFS: tuneUseGlobalFileLocks; if they do not, {advice}"
         yield Check("warning", f"{words}; nothing here says whether other hosts see its locks", advice)
 
 
@@ -198,16 +198,16 @@ def _options(config: Config, name: str) -> Options:
 def _slurm(options: Options) -> Iterator[Check]:
     from jobkit.slurm import commands, nodes
 
-    wanted = {key: str(value) for key in ("partition", "account", "qos") if (value := options.of_sbatch(key))}
+    filters = {key: str(value) for key in ("partition", "account", "qos") if (value := options.of_sbatch(key))}
     try:
         config = commands.config()
         yield Check("ok", f"Slurm {config.get('SLURM_VERSION')}, cluster {config.get('ClusterName')}")
-        partitions = nodes.partitions(wanted.get("partition"))
+        partitions = nodes.partitions(filters.get("partition"))
         if not partitions:
-            yield Check("problem", f"no partition for {wanted or 'a job'}", "set clusters.<name>.partition")
+            yield Check("problem", f"no partition for {filters or 'a job'}", "set clusters.<name>.partition")
         for part in partitions:
             yield _partition(part, int(config.get("KillWait", "30 sec").split()[0]))
-        yield from _held_job([f"--{key}={value}" for key, value in wanted.items()])
+        yield from _held_job([f"--{key}={value}" for key, value in filters.items()])
     except SchedulerError as error:
         yield Check("problem", str(error), "use --local for this machine alone")
 

@@ -186,13 +186,13 @@ def _cells(rows: Sequence[Row], key: str) -> list[str]:
         form = _FORMS.get(key, _param if key.startswith("params.") else _value)
         values = [row.values.get(key) for row in rows]
         texts = [ABSENT if value is None else value if type(value) is str else form(value) for value in values]
-    most = sys.maxsize if key == "reason" else MAX_CELL
-    return [text if len(text) <= most and text.isprintable() else _safe(text, most) for text in texts]
+    max_length = sys.maxsize if key == "reason" else MAX_CELL
+    return [text if len(text) <= max_length and text.isprintable() else _safe(text, max_length) for text in texts]
 
 
-def _safe(text: str, most: int) -> str:
+def _safe(text: str, max_length: int) -> str:
     safe = "".join(sign if sign.isprintable() else "?" for sign in text)
-    return safe if len(safe) <= most else f"{safe[: most - 3]}..."
+    return safe if len(safe) <= max_length else f"{safe[: max_length - 3]}..."
 
 
 def _steps(values: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from jobkit.cli.arguments import add_runs, confirmed, each
+from jobkit.cli.arguments import add_runs, confirmed, for_each
 from jobkit.cli.cancel import LOOK_SECONDS, PATIENCE_SECONDS
 from jobkit.disk import Looks
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, JobkitError
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Preempt the attempt that runs, and say from where the next one goes on."""
-    return each(confirmed(arguments), lambda run: _preempt(run, grace=not arguments.no_grace))
+    return for_each(confirmed(arguments), lambda run: _preempt(run, grace=not arguments.no_grace))
 
 
 def _preempt(run: RunDir, *, grace: bool) -> int:

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from jobkit import submit
-from jobkit.cli.arguments import absent, add_runs, confirmed, each, worst
+from jobkit.cli.arguments import absent, add_runs, confirmed, for_each, worst
 from jobkit.errors import InputError
 from jobkit.run.rundir import RunDir
 from jobkit.usage import show_examples
@@ -36,4 +36,4 @@ def run(arguments: argparse.Namespace) -> int:
         finally:
             os.chdir(folder)  # the submission goes to the run's own
 
-    return worst([each(runs, one_run), *absent(arguments)])
+    return worst([for_each(runs, one_run), *absent(arguments)])

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from jobkit.cli.arguments import add_runs, chosen, confirm, each, way_out
+from jobkit.cli.arguments import add_runs, chosen, confirm, for_each, way_out
 from jobkit.errors import EXIT_FINISHED, InputError
 from jobkit.run import older, snapshot
 from jobkit.run.after import awaited
@@ -24,7 +24,7 @@ from jobkit.run.files import foreign_owner, read_json
 from jobkit.run.journal import cached_status
 from jobkit.run.locks import make_folder
 from jobkit.run.rundir import RunDir
-from jobkit.run.runs import runs_in, some
+from jobkit.run.runs import joined, runs_in
 from jobkit.run.status import UNDER_WAY, State
 from jobkit.run.view import View, view, views
 from jobkit.usage import show_examples
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     needed = {} if checkpoints_only else _needed({run.path.parent for run in runs})
     kept = [(now, why) for now in views(runs) if (why := _why_not(now) or needed.get(now.run.path.resolve()))]
     if kept:
-        words = some([f"{now.run.name} ({why})" for now, why in kept])
+        words = joined([f"{now.run.name} ({why})" for now, why in kept])
         hints = ["leave it out, or cancel it first", *[way_out(now) for now, _ in kept if not now.answered][:1]]
         raise InputError(f"nothing was removed: {words}", hint="; ".join(hints))
     if arguments.dry_run:
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{run.name}{': checkpoints' if checkpoints_only else ''} removed, {in_words(size)}", flush=True)
         return EXIT_FINISHED
 
-    code = each(runs, remove)
+    code = for_each(runs, remove)
     for folder, names in snapshots.items():
         snapshot.put_unused(folder, names, _aside(folder))
         _delete_leftovers(folder)

@@ -181,16 +181,16 @@ class Condition:
         if self.operator == "~":
             return value is not None and re.search(self.text, str(value)) is not None
         try:
-            wanted = json.loads(self.text)
+            operand = json.loads(self.text)
         except ValueError:  # a text without quotes
-            wanted = self.text
-        is_equal = value == wanted or (value is not None and str(value) == self.text)
+            operand = self.text
+        is_equal = value == operand or (value is not None and str(value) == self.text)
         if self.operator == "=":
             return is_equal
         if self.operator == "!=":
             return not is_equal and value is not None
         try:
-            return bool(_ORDERS[self.operator](value, wanted))
+            return bool(_ORDERS[self.operator](value, operand))
         except TypeError:
             return False
 

@@ -101,8 +101,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         difference = report.difference
         words = None if difference is None else {"kind": difference.kind, "name": difference.name}
-        found = [as_json(item, verification.code) for item in report.found]
-        print(json.dumps({**vars(report), "difference": words, "found": found}))
+        items = [as_json(item, verification.code) for item in report.found]
+        print(json.dumps({**vars(report), "difference": words, "found": items}))
     else:
         print("\n".join(report.lines))
     return EXIT_FINISHED if report.equal else EXIT_FAILED

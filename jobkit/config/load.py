@@ -201,15 +201,15 @@ def _resolved(values: dict[str, Any]) -> tuple[dict[str, Any], dict[KeyPath, tup
     return {**resolved, "seed": AUTO}, expressions
 
 
-def _config(values: dict[str, Any], own: Path | str | None = None) -> Config:
+def _config(values: dict[str, Any], kept_file: Path | str | None = None) -> Config:
     """The Config of resolved values, with its short forms written out. Raises InputError.
 
     Of a run's `own` file unknown keys are no error: no person typed them.
     """
     unknown: list[str] = []
-    config = build(Config, _in_full(values), unknown=None if own is None else unknown)
+    config = build(Config, _in_full(values), unknown=None if kept_file is None else unknown)
     if unknown:
-        log.info("%s: not keys of this jobkit, and ignored: %s", own, ", ".join(unknown))
+        log.info("%s: not keys of this jobkit, and ignored: %s", kept_file, ", ".join(unknown))
     if config.task and config.command:
         raise InputError("there is a task as well; a run has one of them", key="command")
     if not (config.task or config.command):

@@ -107,8 +107,8 @@ def with_counts(config: Config, scheduler: str, gpus_per_node: int | None) -> Co
     needed = counted.ranks_per_node * counted.devices_per_rank
     if room is not None and needed > room:
         allowed = f"at most {room}, the devices of {where}"
-        each = max(1, counted.devices_per_rank)
-        fit = f"tasks_per_node={room // each}" if room >= each else "gpus_per_task=0 for the CPU"
+        of_rank = max(1, counted.devices_per_rank)
+        fit = f"tasks_per_node={room // of_rank}" if room >= of_rank else "gpus_per_task=0 for the CPU"
         hint = f"{counted.ranks_per_node} rank(s) of {counted.devices_per_rank} each; to make it fit: resources.{fit}"
         raise InputError(key="resources.gpus_per_task", found=needed, allowed=allowed, hint=hint)
     return dataclasses.replace(config, resources=counted)
@@ -143,14 +143,14 @@ def _refuse_unknown(config: Config) -> None:
 
 def _in_numbers(resources: Resources, room: int | None) -> Resources:
     """The resources with `auto` decided for a node with `room` devices."""
-    each, tasks = resources.gpus_per_task, resources.tasks_per_node
-    if each == AUTO:
-        each = 1 if room is None or room > 0 else 0
-        if each and room is not None and tasks != AUTO:
+    of_rank, tasks = resources.gpus_per_task, resources.tasks_per_node
+    if of_rank == AUTO:
+        of_rank = 1 if room is None or room > 0 else 0
+        if of_rank and room is not None and tasks != AUTO:
             tasks = min(int(tasks), room)
     if tasks == AUTO:
-        tasks = max(1, (room or 0) // int(each)) if each else 1
-    return dataclasses.replace(resources, tasks_per_node=tasks, gpus_per_task=each)
+        tasks = max(1, (room or 0) // int(of_rank)) if of_rank else 1
+    return dataclasses.replace(resources, tasks_per_node=tasks, gpus_per_task=of_rank)
 
 
 _OF_THE_USER = ("JOBKIT_RUNS", "JOBKIT_CONFIG", "JOBKIT_TEST_PAUSE")
@@ -182,10 +182,10 @@ def past_shells(*without: str) -> dict[str, str]:
 def raise_open_files() -> str:
     """Let this process and its children open as many files as they may; return a warning where that is few."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    target = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
     needs = "a connection and a loader's worker need several each, so errors may follow"
     return (
-        f"at most {wanted} open files on {socket.gethostname()} (`ulimit -Hn`): {needs}" if wanted < FEW_FILES else ""
+        f"at most {target} open files on {socket.gethostname()} (`ulimit -Hn`): {needs}" if target < FEW_FILES else ""
     )

@@ -116,11 +116,11 @@ def _of_yaml(sweep: Any, typed: Collection[str], place: Callable[[str], str]) ->
         axes = {key: _listed(f"sweep.{key}", value) for key, value in sweep.items() if _bare(key) not in typed}
         return _product({key: [word("sweep", key, text) for text in axes[key]] for key in axes}) if axes else None
     if isinstance(sweep, list) and sweep and all(isinstance(item, Mapping) and item for item in sweep):
-        each = []
+        points = []
         for number, item in enumerate(sweep):
             free = {key: value for key, value in item.items() if _bare(key) not in typed}
-            each.append(tuple(word(f"sweep.{number}", key, dump_in_line(value)) for key, value in free.items()))
-        return each if any(each) else None
+            points.append(tuple(word(f"sweep.{number}", key, dump_in_line(value)) for key, value in free.items()))
+        return points if any(points) else None
     allowed = "a mapping, as {params.lr: [.003, .01], seed: range(3)}, or a list of mappings"
     raise InputError(key="sweep", found=sweep, allowed=allowed)
 
@@ -172,9 +172,9 @@ def _called(key: str, name: str, words: Sequence[str]) -> list[str]:
         else:
             first, last, count = float(words[0]), float(words[1]), int(words[2])
             factor = (last / first) ** (1 / (count - 1))
-            each = [first * factor**number for number in range(min(count, MOST_POINTS + 1))]
-            values = [repr(float(f"{value:.{DIGITS}g}")) for value in each if value > 0 and math.isfinite(value)]
-            if len(words) != 3 or len(values) != len(each):
+            numbers = [first * factor**number for number in range(min(count, MOST_POINTS + 1))]
+            values = [repr(float(f"{value:.{DIGITS}g}")) for value in numbers if value > 0 and math.isfinite(value)]
+            if len(words) != 3 or len(values) != len(numbers):
                 raise ValueError
         if not values:
             raise ValueError

@@ -100,8 +100,8 @@ def generators_of(loader: Any) -> list[torch.Generator]:
         return []
     inner = getattr(loader.batch_sampler, "sampler", None)
     owners = (loader, loader.sampler, loader.batch_sampler, inner)
-    found = [getattr(owner, "generator", None) for owner in owners]
-    return [generator for generator in found if isinstance(generator, torch.Generator)]
+    generators = [getattr(owner, "generator", None) for owner in owners]
+    return [generator for generator in generators if isinstance(generator, torch.Generator)]
 
 
 class Pass:
@@ -289,11 +289,11 @@ class Pass:
         def following(other: Any) -> Any:
             clone, owner = self._over(loader, other, is_loaders)
             owner.load_state_dict(copy.deepcopy(self._stream_state))
-            found = self._next_of(clone, 1 + self._back)
+            batches = self._next_of(clone, 1 + self._back)
             if getattr(loader, "num_workers", 0) == 0:  # the workers' streams are copies already
                 with suppress(Exception):  # the stream may be at its end, or allow one pass alone
                     self._stays = digest(self._next_of(clone, 1)) == self._following
-            return found
+            return batches
 
         return is_exact(stream, following, self._following)
 
@@ -310,11 +310,11 @@ class Pass:
         """Return the first batches of a new iterator, up to the one with which this pass goes on, drawn alike."""
         with _drawing(self.base, "stream"):
             iterator = iter(loader)
-        found = []
+        batches = []
         for number in range(self._first + 1 - count, self._first + 1):
             with _drawing(self.base, "stream", number):
-                found.append(next(iterator))
-        return found
+                batches.append(next(iterator))
+        return batches
 
 
 _KEPT: WeakKeyDictionary[DataLoader[Any], DataLoader[Any]] = WeakKeyDictionary()
@@ -327,8 +327,8 @@ _OF_PASSES: WeakSet[_BaseDataLoaderIter] = WeakSet()
 
 def _iterators_in(loader: Any) -> set[_BaseDataLoaderIter]:
     """Return the iterators of torch that a loader of the script keeps."""
-    own = {name: value for name, value in getattr(loader, "__dict__", {}).items() if name != "_iterator"}
-    return {value for value in own.values() if isinstance(value, _BaseDataLoaderIter)}
+    attributes = {name: value for name, value in getattr(loader, "__dict__", {}).items() if name != "_iterator"}
+    return {value for value in attributes.values() if isinstance(value, _BaseDataLoaderIter)}
 
 
 def _own_iterator(loader: Any) -> UsageError:
@@ -341,7 +341,7 @@ def _own_iterator(loader: Any) -> UsageError:
 def _clone(loader: DataLoader[Any], changes: Mapping[str, Any], seed: int, persist: bool) -> DataLoader[Any]:
     """Return a copy of a loader with other parts, whose workers are seeded so."""
     clone = copy.copy(loader)
-    own: dict[str, Any] = {
+    parts: dict[str, Any] = {
         "generator": torch.Generator().manual_seed(seed),
         "worker_init_fn": WorkerInit(loader.worker_init_fn),
         "persistent_workers": persist,
@@ -349,8 +349,8 @@ def _clone(loader: DataLoader[Any], changes: Mapping[str, Any], seed: int, persi
     }
     # Of torchdata's loader: a state that the script has loaded, or asked for, is not this pass's.
     kept = {"next_iter_state": None, "_initial_iter_for_state_dict": False}
-    own |= {name: value for name, value in kept.items() if name in vars(loader)}
-    vars(clone).update({**own, **changes})  # DataLoader's own are read-only
+    parts |= {name: value for name, value in kept.items() if name in vars(loader)}
+    vars(clone).update({**parts, **changes})  # DataLoader's own are read-only
     return fork_workers(clone)
 
 

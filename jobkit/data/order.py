@@ -121,8 +121,8 @@ class SampleOrder:
         epochs, samples = np.divmod(positions, np.uint64(self.length))
         if self.shuffle:
             for epoch in np.unique(epochs):
-                here = epochs == epoch
-                samples[here] = permuted(samples[here], self.length, derive_seed(self.seed, "order", int(epoch)))
+                mask = epochs == epoch
+                samples[mask] = permuted(samples[mask], self.length, derive_seed(self.seed, "order", int(epoch)))
         return list(zip(epochs.tolist(), samples.tolist(), strict=True))
 
 

@@ -61,13 +61,13 @@ def seeds_since(seed: int) -> dict[str, int]:
 
     torch's is the seed. NumPy and Python do not keep theirs: it is made of their state, unless draws alone lead to it.
     """
-    found = {} if torch.initial_seed() == seed else {"torch": torch.initial_seed()}
+    seeds = {} if torch.initial_seed() == seed else {"torch": torch.initial_seed()}
     numpy, python = np.random.RandomState(seed & 0xFFFFFFFF), random.Random(seed)
     states = {
         "NumPy": (_words_of(numpy), _words_of(np.random)),
         "Python": (python.getstate()[1], random.getstate()[1]),
     }
-    return found | {name: derive_seed(now) for name, (begun, now) in states.items() if not _is_drawn(begun, now)}
+    return seeds | {name: derive_seed(now) for name, (begun, now) in states.items() if not _is_drawn(begun, now)}
 
 
 MOST_DRAWN = 1 << 24

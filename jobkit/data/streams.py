@@ -125,8 +125,8 @@ class Stream:
 def _parts_of(dataset: Any, global_batch_size: int) -> int:
     """Return into how many parts a stream is divided: all have as many samples in each global batch."""
     shards = getattr(dataset, "num_shards", 1) if callable(getattr(dataset, "shard", None)) else 1
-    most = min(MOST_PARTS, shards)
-    return max(parts for parts in range(1, most + 1) if shards % parts == 0 and global_batch_size % parts == 0)
+    max_parts = min(MOST_PARTS, shards)
+    return max(parts for parts in range(1, max_parts + 1) if shards % parts == 0 and global_batch_size % parts == 0)
 
 
 class _Reader(IterableDataset[Any]):

@@ -36,12 +36,12 @@ class JobkitCallback(lightning.Callback):  # type: ignore[misc]
     """
 
     def __init__(self, ctx: Context | None = None) -> None:
-        given = ctx or Context.current()
-        if given is None:
+        current = ctx or Context.current()
+        if current is None:
             raise UsageError("JobkitCallback(): call jobkit.init() before, or give it the ctx of the training function")
         # Else Lightning would count Slurm's tasks, requeue the job and load files of its own.
         environments.SLURMEnvironment.detect = staticmethod(lambda: False)
-        self.ctx: Context = given
+        self.ctx: Context = current
         # Before Lightning waits for ranks that nobody starts.
         environments.LightningEnvironment.validate_settings = lambda _, **sizes: self._check_size(**sizes)
         self._trainer: Any = None
@@ -97,7 +97,7 @@ class JobkitCallback(lightning.Callback):  # type: ignore[misc]
         """Before Lightning restores its callbacks: a ModelCheckpoint drops the scores of another folder, as of Hydra's,
         which has the date in its name."""
         keepers = trainer.checkpoint_callbacks if trainer.ckpt_path == self.checkpoint else ()
-        for keeper in (each for each in keepers if isinstance(each, lightning.callbacks.ModelCheckpoint)):
+        for keeper in (callback for callback in keepers if isinstance(callback, lightning.callbacks.ModelCheckpoint)):
             state = checkpoint["callbacks"].get(keeper.state_key, {})
             if (before := state.get("dirpath")) is not None and before != keeper.dirpath:
                 state["dirpath"] = keeper.dirpath
@@ -110,9 +110,9 @@ class JobkitCallback(lightning.Callback):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Lightning has restored its checkpoint. Raises UsageError if it read another checkpoint, or none."""
-        if (given := trainer.ckpt_path) != self.checkpoint and (given or self.checkpoint):
+        if (path := trainer.ckpt_path) != self.checkpoint and (path or self.checkpoint):
             raise UsageError(
-                f"trainer.fit got ckpt_path={given!r}, and the run stands at step {self.ctx.step}: write trainer.fit("
+                f"trainer.fit got ckpt_path={path!r}, and the run stands at step {self.ctx.step}: write trainer.fit("
                 "..., ckpt_path=job.checkpoint), and load weights to begin with into the module. A callback that reads "
                 "a checkpoint of its own, as LearningRateFinder, is for a script without jobkit"
             )

@@ -74,10 +74,10 @@ class CodeOptions:
 
     def apply(self, objects: Mapping[str, Any]) -> None:
         """Set the options that differ now in objects that were restored."""
-        known = {name: value for name, value in objects.items() if name in self._then and name in self._now}
-        schedules = {name: value for name, value in known.items() if isinstance(value, LRScheduler)}
+        compared = {name: value for name, value in objects.items() if name in self._then and name in self._now}
+        schedules = {name: value for name, value in compared.items() if isinstance(value, LRScheduler)}
         in_charge = {name for name, schedule in schedules.items() if schedule.get_last_lr() == _rates(schedule)}
-        for name, value in known.items():
+        for name, value in compared.items():
             if isinstance(value, Optimizer):
                 for group, then, now in zip(value.param_groups, self._then[name], self._now[name], strict=False):
                     self._apply_to_group(name, group, then, now)

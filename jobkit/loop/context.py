@@ -121,7 +121,7 @@ class Context:
         self._parallelizer = Parallelizer(config, joined.device, joined.ranks, rank.local_world_size)
         self._step = GradientStep(config, self._parallelizer)
         self._tracked = Tracked(self._checkpointer, config.checkpoint.weights, drifts=self._parallelizer.is_local_sgd)
-        self._tracked.given.is_start = self._is_start
+        self._tracked.code_options.is_start = self._is_start
         self._checkpoints = SaveSchedule(rank, self._checkpointer, self._tracked, self._reporter)
         timing = Timing(self._reporter, joined.device, self._step.loaders, lambda: self._tracked.optimizers)
         self._loop = Loop(
@@ -328,8 +328,8 @@ class Context:
         if self._loop.call or self._values is not None:
             raise UsageError("ctx.values comes before the loop, and once: give all values in one call")
         self._values = Values(values)
-        if found := replaced_by_restores(vars(self._values)):
-            path, kind = found
+        if replaced := replaced_by_restores(vars(self._values)):
+            path, kind = replaced
             words = (
                 f"ctx.values: {path} is a {kind}: a restore would replace it, and the script would keep the old "
                 "one; ctx.track takes objects with state_dict and load_state_dict, jobkit.attributes(obj, 'a', 'b') "
@@ -601,7 +601,7 @@ class Context:
         places, batches = [(loader, loader.done) for loader in self._step.loaders], self._epochs.sample_ids
 
         def ids() -> list[int]:
-            own = [sample for loader, done in places for sample in loader.ids_of(done)]
-            return own or [sample for batch in batches for sample in batch]
+            ids_of_loaders = [sample for loader, done in places for sample in loader.ids_of(done)]
+            return ids_of_loaders or [sample for batch in batches for sample in batch]
 
         return ids

@@ -181,10 +181,10 @@ class Epochs:
         if resumed is None:
             self._bases.append([draw_base() for _ in loaders])
         else:
-            states = [self._continued(*each) for each in zip(loaders, before, forms, resumed["passes"], strict=True)]
+            states = [self._continued(*args) for args in zip(loaders, before, forms, resumed["passes"], strict=True)]
             self._bases.append(resumed["bases"][number])
         self._say_changes(before, forms, states)
-        passes = [Pass(*each) for each in zip(loaders, self._bases[-1], states, strict=True)]
+        passes = [Pass(*args) for args in zip(loaders, self._bases[-1], states, strict=True)]
         self._forms[number] = forms
         if resumed is not None:
             # The lines before ctx.batches, and the loader's first draws, have changed what was restored.
@@ -198,7 +198,7 @@ class Epochs:
             self._loop.total = self._loop.boundary.step + self._is_held + max(0, min(lengths))
         self._is_under_way = True
         try:
-            yield from self._each(loaders)
+            yield from self._batches(loaders)
         finally:
             self._is_under_way = False
             self._loop.outside(after_step=True)
@@ -232,7 +232,7 @@ class Epochs:
                     words = "the %s of ctx.batches was %s, and is %s now: %s"
                     log.warning(words, what, was, is_now, consequence)
 
-    def _each(self, loaders: Sequence[Any]) -> Iterator[Any]:
+    def _batches(self, loaders: Sequence[Any]) -> Iterator[Any]:
         loop = self._loop
         iterators = [iter(part) for part in self._passes]
         batch = self._next(iterators)

@@ -80,11 +80,11 @@ class Health:
         """Let each device send its losses to the host once it has computed them."""
         unread, self._unread = self._unread, []
         for device in dict.fromkeys(loss.device for _, loss, _ in unread):
-            here = [item for item in unread if item[1].device == device]
-            values = torch.stack([loss.reshape(()).float() for _, loss, _ in here])
+            of_device = [item for item in unread if item[1].device == device]
+            values = torch.stack([loss.reshape(()).float() for _, loss, _ in of_device])
             module, event = torch.get_device_module(device), None
             if hasattr(module, "current_stream"):  # mps has none: there it waits
                 values = values.to("cpu", non_blocking=True)
                 event = module.Event()
                 event.record(module.current_stream(device))
-            self._on_the_way.append((values, event, [(step, samples) for step, _, samples in here]))
+            self._on_the_way.append((values, event, [(step, samples) for step, _, samples in of_device]))

@@ -102,7 +102,7 @@ class GradientStep:
             dist.all_reduce(mean, group=self.parallelizer.data_group)
         return mean / ranks
 
-    def _loaders_batch_size(self, given: int) -> int:
+    def _loaders_batch_size(self, samples: int) -> int:
         """Return the loader's global batch size, of which `given` samples must be this rank's share."""
         if len(self.loaders) != 1:
             raise UsageError(
@@ -111,9 +111,9 @@ class GradientStep:
             )
         size = self.loaders[0].global_batch_size
         part = sample_range(size, self.parallelizer.data_rank, self.parallelizer.data_size)
-        if given != part.stop - part.start:
+        if samples != part.stop - part.start:
             raise UsageError(
-                f"ctx.backward was given {given} sample(s), and this rank's share of the loader's {size} is "
+                f"ctx.backward was given {samples} sample(s), and this rank's share of the loader's {size} is "
                 f"{part.stop - part.start}: pass global_batch_size, the samples on all ranks together"
             )
         return size

@@ -50,7 +50,7 @@ class Trace:
         self._tracked, self._looker = tracked, Looker()
         self._values: dict[str, str] = {}
         self._batches: list[str] = []
-        self._told: dict[str, About] = {}
+        self._about: dict[str, About] = {}
         """What the file has."""
         self.samples: Callable[[], list[int]] = list
         """Gives the ids of the samples of the step that ends."""
@@ -119,8 +119,8 @@ class Trace:
     def _divides_by_three(self) -> bool | None:
         """Return whether the global batches do, of a program with DDP on the CPU; None where nothing says it."""
         objects = self._tracked.objects.values()
-        models = [each for each in objects if isinstance(each, DistributedDataParallel)]
-        sizes = [each.global_batch_size for each in objects if isinstance(each, Loader)]
+        models = [item for item in objects if isinstance(item, DistributedDataParallel)]
+        sizes = [item.global_batch_size for item in objects if isinstance(item, Loader)]
         if not models or any(parameter.device.type != "cpu" for model in models for parameter in model.parameters()):
             return None
         return all(size % 3 == 0 for size in sizes) if sizes else None
@@ -137,11 +137,11 @@ class Trace:
     def _untracked(self, lives: Mapping[str, Leaves]) -> dict[str, Any]:
         tensors = [leaf for live in lives.values() for leaf in (*live.tensors.values(), *live.left_out.values())]
         objects = list(self._tracked.objects.values())
-        seen = self._looker.look({storage_of(leaf) for leaf in tensors}, {id(plain_module(each)) for each in objects})
-        new = {name: about for name, about in self._looker.about.items() if self._told.get(name) != about}
-        self._told |= new
+        seen = self._looker.look({storage_of(leaf) for leaf in tensors}, {id(plain_module(item)) for item in objects})
+        new = {name: about for name, about in self._looker.about.items() if self._about.get(name) != about}
+        self._about |= new
         return {
-            "seen": {name: asdict(each) for name, each in seen.items()},
+            "seen": {name: asdict(item) for name, item in seen.items()},
             "about": {name: asdict(about) for name, about in new.items()},
             "left_out": self._looker.left_out,
         }

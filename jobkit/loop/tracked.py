@@ -68,7 +68,7 @@ class Tracked:
         """Optimizers that have stepped, and may."""
         self.has_files = False
         """True where a framework writes its own files into checkpoints."""
-        self.given = CodeOptions()
+        self.code_options = CodeOptions()
         self._is_checked = False
         self.is_weighted = False
         """True if ctx.backward has weighted the parts of a global batch in the step under way."""
@@ -91,28 +91,28 @@ class Tracked:
             if name in self.objects:  # a second call with the same object
                 continue
             self.objects[name] = value
-            self.given.note(name, value)
+            self.code_options.note(name, value)
             entries.append(self._entry(name, value, per_rank=name in per_rank))
         if self.checkpointer.reads:
             self.check_ranks()
         before = list(self.entries)
-        is_first = not any(entry.live is self.given for entry in before)
-        if is_first and any(self.given.is_about(value) for value in self.objects.values()):
-            entries.append(Entry(name=f"{OWN}given", live=self.given, scope="rank", optional=True))
+        is_first = not any(entry.live is self.code_options for entry in before)
+        if is_first and any(self.code_options.is_about(value) for value in self.objects.values()):
+            entries.append(Entry(name=f"{OWN}given", live=self.code_options, scope="rank", optional=True))
         self._restore(entries)
         if before and entries and not isinstance(entries[0].live, Values):
             # An object that was made since the call before may have changed what that restored, as a scheduler does
             # with its optimizer's learning rate.
             self.restore_again()
-        elif self.given.is_start:
-            self.given.apply({entry.name: entry.live for entry in entries})
+        elif self.code_options.is_start:
+            self.code_options.apply({entry.name: entry.live for entry in entries})
 
     def restore_again(self) -> None:
         """Read everything once more: lines that ran since may have changed it."""
         self.reshard()
         self.checkpointer.restore_again()
-        if self.given.is_start:
-            self.given.apply(self.objects)
+        if self.code_options.is_start:
+            self.code_options.apply(self.objects)
 
     def small_state(self) -> dict[str, dict[str, Any]]:
         """Return the states of tracked generators, and the numbers and texts of ctx.values."""
@@ -211,8 +211,8 @@ class Tracked:
         """Raise UsageError, on all ranks, for a name that some ranks alone track. All ranks call it: before the first
         step, and before a restore, for which a rank would wait alone."""
         values = "calls ctx.values"
-        own = [values if isinstance(value, Values) else f"tracks {name}" for name, value in self.objects.items()]
-        everyones = self.checkpointer.ranks.gather(own)
+        calls = [values if isinstance(value, Values) else f"tracks {name}" for name, value in self.objects.items()]
+        everyones = self.checkpointer.ranks.gather(calls)
         for words in dict.fromkeys(chain(*everyones)):
             does = [words in theirs for theirs in everyones]
             if all(does):
@@ -458,8 +458,8 @@ class Generators:
         """
         if self._seed is None:
             return
-        own = ranks.on_main(lambda: _own_seeds(rank, derive_seed(self._seed, "init")))
-        seed_generators(derive_seed(self._seed, "rank", self._rank, *own.items()), *self._devices)
+        seeds = ranks.on_main(lambda: _own_seeds(rank, derive_seed(self._seed, "init")))
+        seed_generators(derive_seed(self._seed, "rank", self._rank, *seeds.items()), *self._devices)
 
     def state_dict(self) -> dict[str, Any]:
         return {"world_size": self._world_size, "states": generator_state(*self._devices)}
@@ -476,14 +476,14 @@ def _own_seeds(rank: Rank, seed: int) -> dict[str, int]:
     """Return what the program has seeded since jobkit did, with `seed`; of an attempt that got no further, what that
     one had."""
     kept = records.read(Seeds, rank.run.seeds_file)
-    own = seeds_since(seed) if kept is None else kept.seeds
-    if own and kept is None:
+    seeds = seeds_since(seed) if kept is None else kept.seeds
+    if seeds and kept is None:
         rank.check_lease()
-        records.write(rank.run.seeds_file, Seeds(seeds=own))
-    if own:
-        words = ", ".join(f"torch ({number})" if name == "torch" else name for name, number in own.items())
+        records.write(rank.run.seeds_file, Seeds(seeds=seeds))
+    if seeds:
+        words = ", ".join(f"torch ({number})" if name == "torch" else name for name, number in seeds.items())
         log.info("the program seeds %s itself: the random numbers of the loop follow from that", words)
-    return own
+    return seeds
 
 
 class _TorchGenerator:

@@ -100,7 +100,7 @@ class Looker:
         """Return what the names lead to. What is tracked is left out: tensors by their storages, and objects by id."""
         walk = _Walk(storages, objects)
         queue = deque(_names(sys._getframe(1)))
-        while queue and len(walk.found) < MOST_OBJECTS:
+        while queue and len(walk.noted) < MOST_OBJECTS:
             item = queue.popleft()
             try:
                 queue.extend(walk.visit(item))
@@ -108,9 +108,9 @@ class Looker:
                 self.left_out[item.expression] = 0
         if queue:
             self.left_out[""] = len(queue)
-        self.about |= {expression: item.about for expression, item in walk.found.items()}
-        _leave_out_parts(walk.found)
-        looked_at = [item for item in walk.found.values() if not self._is_too_much(item)]
+        self.about |= {expression: item.about for expression, item in walk.noted.items()}
+        _leave_out_parts(walk.noted)
+        looked_at = [item for item in walk.noted.values() if not self._is_too_much(item)]
         digests, before = self._digests(looked_at), self._before
         self._before = {item.expression: _reference(item.value) for item in looked_at}
         return {
@@ -129,37 +129,37 @@ class Looker:
         """Return the digests of each thing's tensors; none of a thing with a tensor of an odd kind."""
         leaves = {f"{number}/{name}": leaf for number, item in enumerate(items) for name, leaf in item.tensors.items()}
         try:
-            found = tensor_digests(leaves)  # together: the sums of a device come to the host at once
+            digests = tensor_digests(leaves)  # together: the sums of a device come to the host at once
         except Exception:
             if len(items) > 1:
                 return {name: digests for item in items for name, digests in self._digests([item]).items()}
             self.left_out[items[0].expression] = 0
             return {}
         return {
-            item.expression: [found[f"{number}/{name}"] for name in item.tensors] for number, item in enumerate(items)
+            item.expression: [digests[f"{number}/{name}"] for name in item.tensors] for number, item in enumerate(items)
         }
 
     def _is_too_much(self, item: _Found) -> bool:
-        most = {True: HOST_BYTES, False: DEVICE_BYTES}
+        limits = {True: HOST_BYTES, False: DEVICE_BYTES}
         nbytes = {True: 0, False: 0}
         for tensor in item.tensors.values():
             nbytes[tensor.device.type == "cpu"] += tensor.nbytes
-        is_too_much = any(nbytes[place] > most[place] for place in most)
+        is_too_much = any(nbytes[place] > limits[place] for place in limits)
         if is_too_much:
             self.left_out[item.expression] = sum(nbytes.values())
         return is_too_much
 
 
-def _leave_out_parts(found: dict[str, _Found]) -> None:
+def _leave_out_parts(items: dict[str, _Found]) -> None:
     """Leave out what is a part of a state that was found: who tracks the whole has it."""
-    wholes = [item for item in found.values() if item.kind == "state"]
+    wholes = [item for item in items.values() if item.kind == "state"]
     of_storage: dict[int, list[tuple[_Found, set[int]]]] = {}
     for whole in wholes:
         storages = {storage_of(tensor) for tensor in whole.tensors.values()}
         for storage in storages:
             of_storage.setdefault(storage, []).append((whole, storages))
     texts = [whole for whole in wholes if not whole.tensors]
-    for expression, item in list(found.items()):
+    for expression, item in list(items.items()):
         mine = {storage_of(tensor) for tensor in item.tensors.values()}
         owners = [whole for whole, storages in of_storage.get(next(iter(mine), 0), []) if mine < storages]
         if item.kind == "state":
@@ -167,8 +167,8 @@ def _leave_out_parts(found: dict[str, _Found]) -> None:
             owners += [whole for whole, begin in zip(wholes, begins, strict=True) if expression.startswith(begin)]
             if not mine and len(item.text) > MOST_TEXT:
                 owners += [whole for whole in texts if item.text in whole.text]
-        if any(whole is not item and whole.expression in found for whole in owners):
-            del found[expression]
+        if any(whole is not item and whole.expression in items for whole in owners):
+            del items[expression]
 
 
 def _joined(text: str, digests: list[str]) -> str:
@@ -208,16 +208,16 @@ def _names(frame: types.FrameType | None) -> Iterator[_Found]:
         if _is_own(frame.f_code.co_filename):
             frames.insert(0, frame)
         frame = frame.f_back
-    under_way = {id(each.f_globals) for each in frames}
-    modules = [each for each in list(sys.modules.values()) if type(each) is types.ModuleType]
-    modules = [each for each in modules if _is_own(vars(each).get("__file__"))]
+    under_way = {id(frame.f_globals) for frame in frames}
+    modules = [module for module in list(sys.modules.values()) if type(module) is types.ModuleType]
+    modules = [module for module in modules if _is_own(vars(module).get("__file__"))]
     for module in modules:
         if id(vars(module)) in under_way:
             yield from _items(vars(module), "", str(module.__file__), "")
-    for each in frames:
-        if each.f_code.co_flags & OPTIMIZED:
-            names = each.f_locals
-            yield from _items(names, "", each.f_code.co_filename, each.f_code.co_name)
+    for frame in frames:
+        if frame.f_code.co_flags & OPTIMIZED:
+            names = frame.f_locals
+            yield from _items(names, "", frame.f_code.co_filename, frame.f_code.co_name)
             if type(names) is dict:  # before Python 3.13 the frame keeps it, and with it this step's tensors
                 names.clear()
     for module in modules:
@@ -267,21 +267,21 @@ class _Walk:
 
     def __init__(self, storages: Collection[int], objects: Collection[int]) -> None:
         self._storages, self._objects = storages, objects
-        self._known: dict[int, Any] = {}
+        self._visited: dict[int, Any] = {}
         """The objects so far, by id; they are kept, for an id is another object's once its object is gone."""
-        self.found: dict[str, _Found] = {}
+        self.noted: dict[str, _Found] = {}
 
     def visit(self, item: _Found) -> Iterator[_Found]:
         """Note a thing, and yield what lies in it."""
         value, kind = item.value, type(item.value)
-        if item.expression in self.found:
+        if item.expression in self.noted:
             return
         if _is(value, PLAIN):
             self._note(item, text=_text(value))
             return
-        if id(value) in self._known:
+        if id(value) in self._visited:
             return
-        self._known[id(value)] = value
+        self._visited[id(value)] = value
         if kind.__module__.partition(".")[0] == "jobkit" or _is(value, DataLoader):
             return  # a loader's state_dict, as torchdata's, may begin a pass
         if _is(value, np.ndarray) and value.dtype.hasobject:
@@ -314,7 +314,7 @@ class _Walk:
                 self._state(item, value)
             names = _attributes_of(value)
             if not _is(value, HOLDERS) and not _is_own(_file_of(kind)):  # as a Trainer's list of callbacks
-                names = {name: each for name, each in names.items() if _has_own(each)}
+                names = {name: attribute for name, attribute in names.items() if _has_own(attribute)}
             yield from self._attributes(item, names, kind)
 
     def _note(
@@ -326,7 +326,7 @@ class _Walk:
             if tensor is not None and storage_of(tensor) not in self._storages:
                 item.tensors[name] = tensor
         if item.tensors or text:
-            self.found[item.expression] = item
+            self.noted[item.expression] = item
 
     def _is_tracked(self, tensor: Any) -> bool:
         plain = _as_tensor(tensor)
@@ -336,7 +336,7 @@ class _Walk:
         """A module is one thing, unless it is tracked or all of its state is; what no state_dict has stands alone."""
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         parts = dict(module.named_modules())
-        self._known |= {id(part): part for part in parts.values()}
+        self._visited |= {id(part): part for part in parts.values()}
         untracked = {name: tensor for name, tensor in tensors.items() if not self._is_tracked(tensor)}
         passing = {f"{path}.{name}".lstrip(".") for path, part in parts.items() for name in _non_persistent(part)}
         whole = {name: tensor for name, tensor in untracked.items() if name not in passing}
@@ -349,7 +349,7 @@ class _Walk:
             owner = f"{item.expression}.{path}".rstrip(".")
             kind = type(parts.get(path, module))
             about = replace(_of_attribute(item.about, owner, key, kind), type=type(tensor).__name__)
-            self._known[id(tensor)] = tensor
+            self._visited[id(tensor)] = tensor
             self._note(_Found(f"{item.expression}.{name}", tensor, about), "tensor", {"": tensor})
         for path, part in parts.items():
             names = _attributes_of(part)
@@ -363,13 +363,13 @@ class _Walk:
             items = _ends_of(value)
         except RuntimeError:  # another thread changes it
             return
-        length, is_plain = len(value), all(_is(each, PLAIN) for _, each in items)
+        length, is_plain = len(value), all(_is(member, PLAIN) for _, member in items)
         is_read = MOST_ITEMS < length <= MOST_READ and is_plain
         self._note(item, text=_text(value) if is_read else f"{type(value).__name__} of {length}")
-        for number, (key, each) in enumerate(() if is_plain and length > MOST_ITEMS else items):
-            about = replace(item.about, type=type(each).__name__)
+        for number, (key, member) in enumerate(() if is_plain and length > MOST_ITEMS else items):
+            about = replace(item.about, type=type(member).__name__)
             name = repr(key) if _is(key, (*PLAIN, tuple)) else f"<{type(key).__name__} {number}>"
-            yield _Found(f"{item.expression}[{name}]", each, about)
+            yield _Found(f"{item.expression}[{name}]", member, about)
 
     def _cells(self, item: _Found, function: types.FunctionType) -> Iterator[_Found]:
         code = function.__code__
@@ -379,8 +379,8 @@ class _Walk:
             except ValueError:  # nothing is assigned yet
                 continue
             if _is_own(code.co_filename):
-                found = _of_name(name, name, value, code.co_filename, "")
-                yield replace(found, expression=f"{item.expression}.{name}")
+                variable = _of_name(name, name, value, code.co_filename, "")
+                yield replace(variable, expression=f"{item.expression}.{name}")
 
     def _attributes(self, item: _Found, names: Mapping[str, Any], kind: type) -> Iterator[_Found]:
         for name, value in list(names.items()):
@@ -403,7 +403,7 @@ class _Walk:
         if not any(storage_of(leaf) in self._storages for leaf in leaves.values()):
             _as_whole(item)
             text = json.dumps(tree.skeleton)  # that of a part is within it
-            self._known[id(tree)] = tree
+            self._visited[id(tree)] = tree
             self._note(item, "state", leaves, text)
 
 
@@ -427,8 +427,8 @@ def _batches_taken(iterator: Any) -> int | None:
     if not is_own and not _is(iterator, ITERATORS):
         return None
     parts = gc.get_referents(iterator)  # the iterator of its `for` has no name
-    taken = [count for each in parts if (count := _batches_taken(each)) is not None]
-    return taken[0] if taken else 0 if any(_is(each, DataLoader) for each in parts) else None
+    taken = [count for part in parts if (count := _batches_taken(part)) is not None]
+    return taken[0] if taken else 0 if any(_is(part, DataLoader) for part in parts) else None
 
 
 def _attributes_in(value: Any) -> dict[str, Any]:
@@ -449,7 +449,7 @@ def _attributes_of(value: Any) -> dict[str, Any]:
                 except AttributeError:  # nothing is assigned yet
                     continue
     if _is(value, nn.Module):
-        names = {name: each for name, each in names.items() if name not in _OF_MODULES}
+        names = {name: attribute for name, attribute in names.items() if name not in _OF_MODULES}
     return names
 
 
@@ -459,7 +459,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 def _has_own(value: Any) -> bool:
     """Return whether a thing is of the user's classes, or a short list that has such a thing."""
     things = value if _is(value, (list, tuple)) and len(value) <= MOST_ITEMS else [value]
-    return any(_is_own(_file_of(type(each))) for each in things)
+    return any(_is_own(_file_of(type(thing))) for thing in things)
 
 
 def _non_persistent(module: nn.Module) -> Collection[str]:

@@ -92,12 +92,12 @@ def _taken(held: Any, value: Any, filled: dict[int, Any]) -> Any:
 
 def _is_equal(held: Any, value: Any) -> bool:
     """Return whether two values have the same bits, which NaN has too."""
-    one, other = flatten(held), flatten(value)
-    return json.dumps(one.skeleton) == json.dumps(other.skeleton) and all(
-        leaf.dtype == other.leaves[path].dtype
-        and leaf.shape == other.leaves[path].shape
-        and torch.equal(_bits(leaf), _bits(other.leaves[path]))
-        for path, leaf in one.leaves.items()
+    ours, theirs = flatten(held), flatten(value)
+    return json.dumps(ours.skeleton) == json.dumps(theirs.skeleton) and all(
+        leaf.dtype == theirs.leaves[path].dtype
+        and leaf.shape == theirs.leaves[path].shape
+        and torch.equal(_bits(leaf), _bits(theirs.leaves[path]))
+        for path, leaf in ours.leaves.items()
     )
 
 
@@ -144,8 +144,8 @@ def attributes(value: Any, *names: str) -> Attributes:
         if not hasattr(value, name):
             hint = nearest(name, [item for item in dir(value) if not item.startswith("_")])
             raise UsageError(f"jobkit.attributes: a {kind} has no attribute {name!r}{f': {hint}' if hint else ''}")
-    if found := replaced_by_restores({name: getattr(value, name) for name in names}):
-        path, inner = found
+    if replaced := replaced_by_restores({name: getattr(value, name) for name in names}):
+        path, inner = replaced
         raise UsageError(
             f"jobkit.attributes: {path} of a {kind} is a {inner}, which a restore would replace: track that too, by "
             "ctx.track(name=...) or jobkit.attributes(...)"
@@ -178,5 +178,5 @@ def replaced_by_restores(values: Any, path: str = "") -> tuple[str, str] | None:
         return None
     else:
         return path, type(values).__name__
-    found = (replaced_by_restores(item, f"{path}/{key}" if path else str(key)) for key, item in items)
-    return next((each for each in found if each is not None), None)
+    replaced = (replaced_by_restores(item, f"{path}/{key}" if path else str(key)) for key, item in items)
+    return next((item for item in replaced if item is not None), None)

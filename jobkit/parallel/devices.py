@@ -87,8 +87,8 @@ def devices_of(value: Any) -> list[torch.device]:
         tensors = [item for group in value.param_groups for item in group["params"]]
     else:
         tensors = tree_leaves(value)
-    found = dict.fromkeys(item.device for item in tensors if isinstance(item, torch.Tensor))
-    return [device for device in found if device.type not in ("cpu", "meta")]
+    devices = dict.fromkeys(item.device for item in tensors if isinstance(item, torch.Tensor))
+    return [device for device in devices if device.type not in ("cpu", "meta")]
 
 
 def peak_memory(device: torch.device) -> int | None:

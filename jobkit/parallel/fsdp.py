@@ -114,17 +114,17 @@ class UnexchangedGradients:
         return bool(self._groups)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        found = {}
+        gradients = {}
         for name, group in self._groups.items():
             if group._partial_reduce_output is not None:
-                found[name] = group._partial_reduce_output
+                gradients[name] = group._partial_reduce_output
             for number, parameter in enumerate(group.fsdp_params):
                 whole, gradient = getattr(parameter, "_unsharded_param", None), parameter.unsharded_accumulated_grad
                 if gradient is None and whole is not None:
                     gradient = whole.grad
                 if gradient is not None:
-                    found[f"{name}.{number}"] = gradient
-        return found
+                    gradients[f"{name}.{number}"] = gradient
+        return gradients
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         for name, group in self._groups.items():

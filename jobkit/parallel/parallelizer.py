@@ -210,11 +210,13 @@ class Parallelizer:
 
         assert self._mesh is not None
         children = [name for name, _ in module.named_children()]  # a stage has some of them
-        here = {key: style for key, style in plan.items() if any(fnmatch(n, key.split(".")[0]) for n in children)}
+        of_children = {
+            key: style for key, style in plan.items() if any(fnmatch(n, key.split(".")[0]) for n in children)
+        }
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # a path that names nothing is a mistake in the plan
             try:
-                parallelize_module(module, self._mesh["tensor"], here)
+                parallelize_module(module, self._mesh["tensor"], of_children)
             except (UserWarning, ValueError, NotImplementedError) as error:
                 raise UsageError(f"parallel.tensor: {type(module).__name__}.tensor_plan(): {error}") from None
 
@@ -370,10 +372,10 @@ class GradientOrders:
             number = sum(name.startswith(group) for name in self._made)
             self._made[f"{group} {number}"] = weakref.ref(module)
 
-    def find(self, tracked: Mapping[str, nn.Module], known: Iterable[nn.Module]) -> None:
+    def find(self, tracked: Mapping[str, nn.Module], ours: Iterable[nn.Module]) -> None:
         """Take in the DDP modules that others made, but for those within `known`; before the loop."""
         self.close()
-        seen = {id(part) for module in known for part in module.modules()}
+        seen = {id(part) for module in ours for part in module.modules()}
         made = [(name, model) for name, reference in self._made.items() if (model := reference()) is not None]
         # What is tracked may be older than the context.
         for name, model in [*_ddp_within(tracked), *made]:

@@ -151,9 +151,9 @@ class Pipeline(nn.Module):
         """Return the whole model's output on every rank of the pipeline. Raises UsageError where gradients are on."""
         if torch.is_grad_enabled():
             raise UsageError("parallel.pipeline: model(x) gives no gradients: use ctx.backward, or torch.no_grad()")
-        return self._through(self._given(*inputs, **named))[2]
+        return self._through(self._input_tensors(*inputs, **named))[2]
 
-    def _given(self, *inputs: Any, **named: Any) -> tuple[Tensor, ...]:
+    def _input_tensors(self, *inputs: Any, **named: Any) -> tuple[Tensor, ...]:
         """Return the model's inputs as tensors; those that have names are the last."""
         if len(inputs) == 1 and isinstance(inputs[0], tuple):
             (inputs,) = inputs  # the only input of an nn.Sequential's first block
@@ -198,18 +198,18 @@ class Pipeline(nn.Module):
         size = batch_size(inputs)
         count = self._count(size, micro_batch_size)
         check_can_be_cut((inputs, target), size, "the batch")
-        given = call(self._given, inputs)
+        tensors = call(self._input_tensors, inputs)
         # Each stage draws (dropout) from a stream of its own: the common stream, from which the training function draws
         # the noise that all stages must have alike, advances alike on all of them.
         stream = derive_seed(int(torch.randint(2**62, ())), self.index)
-        form = (count, self._names, *((tensor.shape, tensor.dtype) for tensor in given))
+        form = (count, self._names, *((tensor.shape, tensor.dtype) for tensor in tensors))
         losses: list[Tensor] = []
-        arguments = given if self.index == 0 else ()
+        arguments = tensors if self.index == 0 else ()
         with preserved_generators(self.device), autocast():
             if form not in self._schedules:
                 if len(self._schedules) == MAX_SCHEDULES:
                     del self._schedules[next(iter(self._schedules))]
-                self._schedules[form] = self._schedule(count, cut(given, 0, size // count))
+                self._schedules[form] = self._schedule(count, cut(tensors, 0, size // count))
             self._loss = loss, target, weight / count
             seed_generators(stream, self.device)
             self._schedules[form].step(*arguments, target=torch.arange(size), losses=losses, return_outputs=False)

@@ -111,14 +111,14 @@ def curves(tag: str, series: Sequence[tuple[int, Series]]) -> Markup:
     not finite.
     """
     pieces = [stretches(points, STRETCHES) for _, points in series]
-    every = [item for each in pieces for piece in each for item in piece]
+    every = [item for stretches_of in pieces for piece in stretches_of for item in piece]
     few = len(series) <= COLOURS
     x = _axis([step for _, points in series for step in points.steps], is_step=True)
     y = _axis([value for item in every for value in ((item.low, item.high) if few else (item.mean,))])
     bands, lines = [], []
-    for (number, points), each in zip(series, pieces, strict=True):
+    for (number, points), stretches_of in zip(series, pieces, strict=True):
         style, is_dotted = colour(number), few and len(points.steps) <= DOTTED
-        for piece in each:
+        for piece in stretches_of:
             middles = [((item.first + item.last) / 2, item) for item in piece]
             if few and any(item.low < item.high for item in piece):
                 edges = [(at, item.high) for at, item in middles] + [(at, item.low) for at, item in middles[::-1]]
@@ -221,11 +221,11 @@ def timeline(rows: Sequence[tuple[str, Sequence[Account], Sequence[str]]]) -> Ma
 def _without_idle(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return (time, place) of the ends of all spans, in order: a gap takes at most a thirtieth of their sum."""
     knots = [(spans[0][0], 0.0)]
-    most = max(sum(end - begin for begin, end in spans) / 30, 1e-3)
+    longest_gap = max(sum(end - begin for begin, end in spans) / 30, 1e-3)
     for begin, end in spans:
         at, place = knots[-1]
         if begin > at:
-            at, place = begin, place + min(begin - at, most)
+            at, place = begin, place + min(begin - at, longest_gap)
             knots.append((at, place))
         if end > at:
             knots.append((end, place + end - at))

@@ -114,12 +114,12 @@ def file_system(mountinfo: str, path: Path) -> tuple[str, str]:
     """
     kind, source, options, longest = "", "", set[str](), 0
     for line in mountinfo.splitlines():
-        here, _, there = line.partition(" - ")
-        point = re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), here.split()[4])
+        before_dash, _, after_dash = line.partition(" - ")
+        point = re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), before_dash.split()[4])
         if len(point) >= longest and path.is_relative_to(point):  # the last one is on top
             longest = len(point)
-            kind, source, *rest = there.split(" ")
-            options = set(",".join([here.split()[5], *rest]).split(","))
+            kind, source, *rest = after_dash.split(" ")
+            options = set(",".join([before_dash.split()[5], *rest]).split(","))
     if kind == "fuse.sshfs" or options & LOCAL_LOCKS:
         return kind, "host"
     if kind in SHARED:

@@ -105,7 +105,7 @@ def sweep_cancel_file(file: Path) -> Path:
     return file.parent / ".locks" / f"{file.name}.cancel"
 
 
-def some(names: Sequence[str]) -> str:
+def joined(names: Sequence[str]) -> str:
     """Return as many names as a line has room for."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
@@ -149,7 +149,10 @@ def _beginning_with(word: str, runs_dir: Path, names: Sequence[str]) -> list[str
         begun = [name for name in begun if not re.fullmatch(re.escape(word) + r"-\d+", name)]
     if len(begun) > 1:
         raise InputError(
-            key="RUN", found=word, allowed=f"one of {some(sorted(begun))}", hint=f"{word + '*'!r} means all of them"
+            key="RUN",
+            found=word,
+            allowed=f"one of {joined(sorted(begun))}",
+            hint=f"{word + '*'!r} means all of them",
         )
     return begun
 

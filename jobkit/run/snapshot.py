@@ -229,9 +229,9 @@ class _Search:
         """The source files below a folder, and links to folders."""
         listed, counts = [], Counter[str]()
         for parent, folders, files in os.walk(self.folder / name):
-            here = Path(parent).relative_to(self.folder)
-            folders[:] = [child for child in folders if self._may_have_code(here / child)]
-            counts.update(_place(here / child) for child in files)
+            folder = Path(parent).relative_to(self.folder)
+            folders[:] = [child for child in folders if self._may_have_code(folder / child)]
+            counts.update(_place(folder / child) for child in files)
             if counts.total() > 20 * MAX_FILES:
                 raise self._too_many(f"{20 * MAX_FILES} files", counts)
             sources = [file for file in files if file.endswith(SOURCES)]

@@ -192,14 +192,14 @@ def _jobs_of(submissions: Sequence[Submitted]) -> _Jobs:
     try:
         index = jobs.by_token(jobs.queue(users, timeout=ANSWER_SECONDS))
         # A job that is found says for all runs of its cluster that this is it, wherever its controller has moved to.
-        found = {item.cluster for item in submissions if (item.token, item.task) in index}
+        with_jobs = {item.cluster for item in submissions if (item.token, item.task) in index}
         clusters = {item.cluster for item in submissions}
-        here = {name for name in clusters if name is None or name in found or commands.is_here(name)}
+        askable = {name for name in clusters if name is None or name in with_jobs or commands.is_here(name)}
     except SchedulerError as error:
         log.warning("%s; what follows is what the run directories say", error)
         return {}
     answer: _Jobs = {}
-    for item in (item for item in submissions if item.cluster in here):
+    for item in (item for item in submissions if item.cluster in askable):
         candidates = index.get((item.token, item.task), [])
         # Slurm may hide the jobs of other users (PrivateData=jobs): of theirs, no job is no answer.
         if candidates or os.geteuid() == 0 or item.user in ("", user_name()):

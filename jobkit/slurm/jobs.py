@@ -289,8 +289,8 @@ def begin_later(job_id: str, seconds: float) -> None:
     """
     settings = config()
     expire = re.search(r"cred_expire=(\d+)", settings.get("AuthInfo", ""))
-    own = float(expire[1] if expire else 120) + float(settings.get("KillWait", "30 sec").split()[0])
-    if seconds > own:
+    slurms_delay = float(expire[1] if expire else 120) + float(settings.get("KillWait", "30 sec").split()[0])
+    if seconds > slurms_delay:
         run("scontrol", "update", f"JobId={job_id}", f"StartTime=now+{seconds:.0f}")
 
 

@@ -153,15 +153,15 @@ def limits_refuse(choice: Sequence[Partition], needs: Needs) -> InputError | Non
 
 def _refusal(part: Partition, needs: Needs) -> InputError | None:
     never = f"partition {part.name} never starts such a job"
-    for key, asked, limit, unit in (
+    for key, requested, limit, unit in (
         ("resources.nodes", needs.nodes, part.total_nodes, "nodes in it"),
         ("resources.nodes", needs.nodes, part.max_nodes, "nodes, MaxNodes"),
         ("resources.time", needs.seconds, part.max_seconds, "seconds, MaxTime"),
         ("resources.cpus_per_task", needs.cpus, part.max_cpus, "cores a node, MaxCPUsPerNode"),
         ("mem", needs.megabytes, part.max_megabytes, "MB a node, MaxMemPerNode"),
     ):
-        if asked is not None and limit is not None and asked > limit:
-            return InputError(never, key=key, found=asked, allowed=f"at most {limit:g} {unit}")
+        if requested is not None and limit is not None and requested > limit:
+            return InputError(never, key=key, found=requested, allowed=f"at most {limit:g} {unit}")
     if needs.nodes < part.min_nodes:
         return InputError(
             never, key="resources.nodes", found=needs.nodes, allowed=f"{part.min_nodes} or more, MinNodes"

@@ -75,8 +75,8 @@ def _refuse(now: View, plan: LaunchPlan) -> None:
         raise InputError(f"that run is {now.state}, and is not under way", key="after", found=name, hint=hint)
     if submitted is not None and submitted.scheduler != plan.target.scheduler:
         places = {"slurm": "on Slurm", "local": "on this machine"}
-        where, here = places[submitted.scheduler], places[plan.target.scheduler]
-        words = f"that run is under way {where}, and this one would wait {here}"
+        theirs, ours = places[submitted.scheduler], places[plan.target.scheduler]
+        words = f"that run is under way {theirs}, and this one would wait {ours}"
         raise InputError(words, key="after", found=name, hint="start it once that run is finished")
     if not now.answered:
         raise InputError(f"nobody can say how it is: {now.words}", key="after", found=name)

@@ -161,17 +161,17 @@ class LocalStopper:
 
     def __init__(self, run: RunDir, process: subprocess.Popen[bytes], display: Display) -> None:
         self.run, self.process, self.display = run, process, display
-        self._asked: set[tuple[int, bool]] = set()
+        self._requested: set[tuple[int, bool]] = set()
         self._signal_at = 0.0
 
     def ask(self, status: Status, *, kills: bool) -> None:
         """Stop the open attempt by a request; without one, end whatever is about to begin one."""
         attempt = status.open_attempt
         number = attempt.number if attempt is not None else 0
-        is_new = (number, kills) not in self._asked
+        is_new = (number, kills) not in self._requested
         if attempt is not None and is_new:
             self.run.ask("stop", status, 0.0 if kills else None)
-        self._asked.add((number, kills))
+        self._requested.add((number, kills))
         if attempt is None and time.monotonic() >= self._signal_at:
             self._signal_at = time.monotonic() + AGAIN_SECONDS
             self._signal(status, kills)

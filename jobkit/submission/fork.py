@@ -204,12 +204,12 @@ def _link(source: Path, target: Path) -> str:
     unfinished = target.with_name(f".{target.name}.from")
     unfinished.mkdir(parents=True)
     for parent, folders, files in os.walk(source):
-        here = unfinished / Path(parent).relative_to(source)
+        copy = unfinished / Path(parent).relative_to(source)
         for name in folders:
-            (here / name).mkdir()
+            (copy / name).mkdir()
         for name in files:
-            _link_file(Path(parent, name), here / name, may_link=owner is None)
-        sync_folder(here)
+            _link_file(Path(parent, name), copy / name, may_link=owner is None)
+        sync_folder(copy)
     manifest = read_json(source / "manifest.json")  # still there: nothing was missed
     if manifest is None:
         raise FileNotFoundError(source)

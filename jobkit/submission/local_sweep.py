@@ -37,7 +37,7 @@ from jobkit.submission.sweep import Sweep, SweepOutcome, counted, starting
 def submit(
     sweep: Sweep,
     folder: Path,
-    most: int | None,
+    max_running: int | None,
     signals: Signals,
     *,
     prepare: Callable[[LaunchPlan], None],
@@ -56,21 +56,22 @@ def submit(
     if todo and not lock.take():
         print(f"sweep {sweep.name} runs here already{f'; its output: {log}' if log.exists() else ''}", file=sys.stderr)
         if cancel_file.exists():
-            outcome.left, outcome.refusal = [plan.run.name for plan in todo], "it was cancelled, and has not ended yet"
+            outcome.unsubmitted = [plan.run.name for plan in todo]
+            outcome.refusal = "it was cancelled, and has not ended yet"
         todo = []
     if todo:
         cancel_file.unlink(missing_ok=True)  # it was for the loop before
     say: Callable[[str], None] = (lambda line: print(line, file=sys.stderr)) if as_json else print
     say(f"sweep {sweep.name}: {outcome.counts()}")
-    left = outcome.say_left()
+    exit_code = outcome.say_left()
     if not todo:
         if as_json:
             print(json.dumps(outcome.as_json()))
-        return left
+        return exit_code
     code = snapshot.take(folder, sweep.file.parent, sweep.plans[0].config.code.exclude)
-    loop = _Loop(todo, folder, code, most or _room(todo[0]), signals, prepare, cancel_file)
+    loop = _Loop(todo, folder, code, max_running or _room(todo[0]), signals, prepare, cancel_file)
     if not detach:
-        return worst([loop.run(), left])
+        return worst([loop.run(), exit_code])
     sys.stdout.flush()
     if (process := os.fork()) == 0:
         _leave_terminal(log)
@@ -79,7 +80,7 @@ def submit(
         print(json.dumps({**outcome.as_json(), "process": process, "log": str(log)}))
     else:
         print(f"process {process}: `kill {process}` stops the sweep with checkpoints\noutput {log}")
-    return left
+    return exit_code
 
 
 def _leave_terminal(log: Path) -> None:
@@ -103,7 +104,7 @@ class _Loop:
     waiting: list[LaunchPlan]
     folder: Path
     code: Path
-    most: int
+    max_running: int
     signals: Signals
     prepare: Callable[[LaunchPlan], None]
     cancel_file: Path
@@ -116,7 +117,7 @@ class _Loop:
         """Go on until all runs are over, or a signal has stopped those that run; returns the exit code of the worst."""
         self.signals.job_exists()
         while self.running or (self.waiting and not self._is_stopped()):
-            while self.waiting and len(self.running) < self.most and not self._is_stopped():
+            while self.waiting and len(self.running) < self.max_running and not self._is_stopped():
                 self._start(self.waiting.pop(0))
             for run, (process, stop) in list(self.running.items()):
                 if process.poll() is not None and (now := self.looks.at(ended, run)) is not None:

@@ -56,12 +56,12 @@ class SlurmExecutor(submitit_slurm.SlurmExecutor):  # type: ignore[misc]
     def affinity(cls) -> int:
         return 1  # Submitit's own is negative without srun: the script is shown on any machine
 
-    def script(self, tasks: Mapping[int, RunDir] | None = None, most: int | None = None) -> str:
+    def script(self, tasks: Mapping[int, RunDir] | None = None, max_running: int | None = None) -> str:
         """The batch script, as sbatch gets it; with `tasks` that of a job array, of which `most` run at once."""
         run = self.plan.run
         additional = {**self.parameters.get("additional_parameters", {}), "output": str(run.job_log)}
         if tasks is not None:  # job.sh knows the log of a task, and Slurm cannot
-            array = ("-".join(map(str, sorted({min(tasks), max(tasks)})))) + (f"%{most}" if most else "")
+            array = ("-".join(map(str, sorted({min(tasks), max(tasks)})))) + (f"%{max_running}" if max_running else "")
             additional |= {"output": "/dev/null", "array": array}
         ours = {"additional_parameters": additional, "stderr_to_stdout": True, "use_srun": False}
         text: str = submitit_slurm._make_sbatch_string(
@@ -99,11 +99,11 @@ def write_task(plan: LaunchPlan, task: int) -> None:
 
 
 def submit_array(
-    plan: LaunchPlan, tasks: Mapping[int, RunDir], token: str, pass_fds: Sequence[int], most: int | None = None
+    plan: LaunchPlan, tasks: Mapping[int, RunDir], token: str, pass_fds: Sequence[int], max_running: int | None = None
 ) -> str:
     """Queue a job array with a run for each task, by the options of `plan`; returns its id. Raises as `submit`."""
     script = tasks[min(tasks)].submitit / "array.sh"
-    write_atomic(script, SlurmExecutor(plan).script(tasks, most), mode=FOR_OWNER)
+    write_atomic(script, SlurmExecutor(plan).script(tasks, max_running), mode=FOR_OWNER)
     return _sbatch(str(script), token, pass_fds)
 
 

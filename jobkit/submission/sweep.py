@@ -82,7 +82,7 @@ class SweepOutcome:
     """How each run stood, by its name; `started` if this submission started it."""
     jobs: list[tuple[str, int]] = field(default_factory=list)
     """Ids of job arrays, and how many tasks each has."""
-    left: list[str] = field(default_factory=list)
+    unsubmitted: list[str] = field(default_factory=list)
     """Runs that were not submitted: a limit on the number of jobs refused them, or nobody knows if they live."""
     refusal: str = ""
     """Why, for a person."""
@@ -93,10 +93,10 @@ class SweepOutcome:
 
     def say_left(self) -> int:
         """Say that runs are left; returns the exit code."""
-        if self.left:
-            left = f"{len(self.left)} run(s) are left, the same command submits them"
-            print(f"{left}: {self.refusal}", file=sys.stderr)
-        return EXIT_RESUMABLE if self.left else EXIT_FINISHED
+        if self.unsubmitted:
+            words = f"{len(self.unsubmitted)} run(s) are left, the same command submits them"
+            print(f"{words}: {self.refusal}", file=sys.stderr)
+        return EXIT_RESUMABLE if self.unsubmitted else EXIT_FINISHED
 
     def as_json(self) -> dict[str, Any]:
         """Return the values of `--json`."""
@@ -106,7 +106,13 @@ class SweepOutcome:
             for state in [self.states.get(plan.run.name, "new")]
         ]
         jobs = [job for job, _ in self.jobs]
-        return {"sweep": self.sweep.name, "file": str(self.sweep.file), "runs": runs, "jobs": jobs, "left": self.left}
+        return {
+            "sweep": self.sweep.name,
+            "file": str(self.sweep.file),
+            "runs": runs,
+            "jobs": jobs,
+            "left": self.unsubmitted,
+        }
 
 
 def counted(states: Sequence[str]) -> str:
@@ -145,14 +151,14 @@ def starting(outcome: SweepOutcome) -> list[LaunchPlan]:
     for now in views([plan.run for plan in plans]):
         outcome.states[now.run.name] = now.state
         if not (now.is_over or now.answered):
-            outcome.left, outcome.refusal = [*outcome.left, now.run.name], f"{now.run.name}: {now.words}"
+            outcome.unsubmitted, outcome.refusal = [*outcome.unsubmitted, now.run.name], f"{now.run.name}: {now.words}"
     return [plan for plan in plans if outcome.states[plan.run.name] not in (*UNDER_WAY, State.FINISHED)]
 
 
 def submit(
     sweep: Sweep,
     folder: Path,
-    most: int | None = None,
+    max_running: int | None = None,
     prepare: Callable[[LaunchPlan], None] = lambda plan: None,
 ) -> SweepOutcome:
     """Queue the runs of a sweep that are neither finished nor under way, as few job arrays.
@@ -174,7 +180,9 @@ def submit(
     code = snapshot.take(folder, sweep.file.parent, sweep.plans[0].config.code.exclude)
     chunks = list(_chunks(todo, min(_tasks_of_slurm(), _open_files(len(todo)))))
     for number, chunk in enumerate(chunks):
-        share = None if most is None else max(1, most // len(chunks) + (number < most % len(chunks)))
+        share = (
+            None if max_running is None else max(1, max_running // len(chunks) + (number < max_running % len(chunks)))
+        )
         try:
             _Array(outcome, folder, code, cluster, share, prepare).submit(chunk)
         except (InputError, SchedulerError, OSError):
@@ -182,7 +190,7 @@ def submit(
                 log.warning("job %s with %d run(s) was submitted before; the same command submits the rest", job, count)
             raise
     under_way = [state for state in outcome.states.values() if state in (*UNDER_WAY, "started")]
-    if outcome.left and not under_way:
+    if outcome.unsubmitted and not under_way:
         raise SchedulerError(outcome.refusal)
     return outcome
 
@@ -208,13 +216,13 @@ def sbatch() -> Any:
     return sbatch
 
 
-def _chunks(plans: Sequence[LaunchPlan], most: int) -> Iterator[list[LaunchPlan]]:
+def _chunks(plans: Sequence[LaunchPlan], max_tasks: int) -> Iterator[list[LaunchPlan]]:
     """The plans that one batch script can have: of equal options, and no more than an array takes."""
     kinds: dict[str, list[LaunchPlan]] = {}
     for plan in plans:
         kinds.setdefault(repr(({**plan.parameters, "job_name": ""}, plan.options)), []).append(plan)
     for same in kinds.values():
-        yield from (same[first : first + most] for first in range(0, len(same), most))
+        yield from (same[first : first + max_tasks] for first in range(0, len(same), max_tasks))
 
 
 def _tasks_of_slurm() -> int:
@@ -227,12 +235,12 @@ def _open_files(runs: int) -> int:
     Slurm gives the limit to the jobs too: it is not raised higher than needed.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * min(runs, MOST_TASKS) + SPARE_FILES  # a run of --fresh has two locks
+    limit = 2 * min(runs, MOST_TASKS) + SPARE_FILES  # a run of --fresh has two locks
     if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if wanted > soft != resource.RLIM_INFINITY:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return max(1, (wanted - SPARE_FILES) // 2)
+        limit = min(limit, hard)
+    if limit > soft != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return max(1, (limit - SPARE_FILES) // 2)
 
 
 @contextmanager
@@ -266,7 +274,7 @@ class _Array:
     folder: Path
     code: Path
     cluster: str
-    most: int | None
+    max_running: int | None
     prepare: Callable[[LaunchPlan], None]
     rest: list[_Prepared] = field(default_factory=list)
     """Runs that are not in the queue yet."""
@@ -314,11 +322,11 @@ class _Array:
                 self.outcome.jobs.append((job, len(part)))
                 self.outcome.states.update((item.plan.run.name, "started") for item in part)
                 self.rest = self.rest[size:]
-                if self.most is not None:
+                if self.max_running is not None:
                     break  # a second array would have a limit of its own
             size = min(size // 2, len(self.rest))
         self._undo(self.outcome.refusal)
-        self.outcome.left += [item.plan.run.name for item in self.rest]
+        self.outcome.unsubmitted += [item.plan.run.name for item in self.rest]
 
     def _call_sbatch(self, part: Sequence[_Prepared], files: Sequence[int]) -> str:
         """Journal a new token for each run, then queue the array: a job with a token before it begins nothing."""
@@ -334,5 +342,5 @@ class _Array:
         plan = part[0].plan
         named = dataclasses.replace(plan, parameters={**plan.parameters, "job_name": name})
         self.is_asked = True
-        job: str = sbatch().submit_array(named, tasks, token, files, self.most)
+        job: str = sbatch().submit_array(named, tasks, token, files, self.max_running)
         return job

@@ -23,23 +23,25 @@ def avoided(tries: Tries, has_spare: Callable[[frozenset[str]], bool]) -> dict[s
     `has_spare` says whether the job has a spare, and enough nodes without some.
     """
     last, attempts = end_of(tries.last), tries.all
-    avoid = known(attempts)
+    avoid = avoided_before(attempts)
     if len(avoid) >= max(2, len(tries.last.nodes) // 10) or not _speaks_against_node(attempts, tries.last):
         return avoid
-    against = [one for one in attempts if end_of(one).node == last.node and _speaks_against_node(attempts, one)]
-    fruitless = [one for one in against if one in tries.since_state]
-    recent = [one for one in against if last.time - end_of(one).time <= DEATHS_SECONDS]
+    against = [
+        attempt for attempt in attempts if end_of(attempt).node == last.node and _speaks_against_node(attempts, attempt)
+    ]
+    fruitless = [attempt for attempt in against if attempt in tries.since_state]
+    recent = [attempt for attempt in against if last.time - end_of(attempt).time <= DEATHS_SECONDS]
     is_spared = last.evidence is not None and has_spare(frozenset([*avoid, str(last.node)]))
     if len(fruitless) >= 2 or len(recent) >= 3 or is_spared:
         avoid[str(last.node)] = last.time + AVOID_SECONDS
     return avoid
 
 
-def known(attempts: Sequence[Attempt]) -> dict[str, float]:
+def avoided_before(attempts: Sequence[Attempt]) -> dict[str, float]:
     """Return the nodes that are avoided from before, as long as that holds."""
     now = end_of(attempts[-1]).time
     before = end_of(attempts[-2]).avoid if len(attempts) > 1 else {}
-    deaths = {node: [one for one in attempts if end_of(one).node == node] for node in before}
+    deaths = {node: [attempt for attempt in attempts if end_of(attempt).node == node] for node in before}
     cleared = {node for node, ours in deaths.items() if ours and _has_followed_rank(ours[-1], attempts)}
     return {node: until for node, until in before.items() if until > now and node not in cleared}
 
@@ -55,16 +57,16 @@ def _speaks_against_node(attempts: Sequence[Attempt], attempt: Attempt) -> bool:
     ended = end_of(attempt)
     if ended.node not in attempt.nodes or _has_followed_rank(attempt, attempts):
         return False
-    same = [one for one in attempts if set(one.nodes) == set(attempt.nodes) and _is_alike(end_of(one), ended)]
-    is_of_node = all(end_of(one).node == ended.node for one in same)
-    has_stayed = any(stayed(one, attempt) for one in same if one.number < attempt.number)
+    same = [other for other in attempts if set(other.nodes) == set(attempt.nodes) and _is_alike(end_of(other), ended)]
+    is_of_node = all(end_of(other).node == ended.node for other in same)
+    has_stayed = any(stayed(other, attempt) for other in same if other.number < attempt.number)
     return ended.evidence is not None or (is_of_node and has_stayed)
 
 
 def _is_alike(ended: AttemptEnded, other: AttemptEnded) -> bool:
     """Return whether two deaths are of one kind, within a day: `SIGFPE of rank 2` may be rank 0's after a rotation."""
-    one, two = ((end.signature or "").partition(" of rank ")[0] for end in (ended, other))
-    return one != "" and one == two and abs(ended.time - other.time) <= AVOID_SECONDS
+    ours, theirs = ((end.signature or "").partition(" of rank ")[0] for end in (ended, other))
+    return ours != "" and ours == theirs and abs(ended.time - other.time) <= AVOID_SECONDS
 
 
 def follows_rank(ended: AttemptEnded, other: AttemptEnded) -> bool:
@@ -81,6 +83,6 @@ def is_of_one_node(attempt: Attempt) -> bool:
 
 def stayed(before: Attempt, attempt: Attempt) -> bool:
     """Return whether a death came again on its node, though the node had other ranks by then."""
-    one, other = end_of(before), end_of(attempt)
-    moved = before.nodes != attempt.nodes and one.rank != other.rank
-    return moved and is_of_one_node(before) and is_of_one_node(attempt) and one.node == other.node
+    earlier, later = end_of(before), end_of(attempt)
+    moved = before.nodes != attempt.nodes and earlier.rank != later.rank
+    return moved and is_of_one_node(before) and is_of_one_node(attempt) and earlier.node == later.node

@@ -55,7 +55,7 @@ class Placement:
         good = [name for name in usable if name not in self.excluded]
         return good if self.count(len(good)) or not self.count(len(usable)) else usable
 
-    def choose(self, used: Sequence[str], wanted: int, ready: Collection[str] = ()) -> list[str]:
+    def choose(self, used: Sequence[str], count: int, ready: Collection[str] = ()) -> list[str]:
         """Return the nodes for an attempt, none where too few are left.
 
         At first the first `wanted`. Later those of the last attempt, `used`: the ranks stay where they are, and a
@@ -63,6 +63,6 @@ class Placement:
         """
         usable = self.usable
         spares = sorted((name for name in usable if name not in used), key=lambda name: name not in ready)
-        places = [name if name in usable else None for name in used] or [None] * wanted
+        places = [name if name in usable else None for name in used] or [None] * count
         chosen = [name or (spares.pop(0) if spares else None) for name in places]
         return [name for name in chosen if name is not None][: self.count(len(usable))]

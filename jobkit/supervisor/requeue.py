@@ -146,12 +146,12 @@ def _would_start(journal: Journal, job: Job, without: Collection[str]) -> bool:
 
 def _fewer_nodes(journal: Journal, config: Config, job: Job, lost: Collection[str]) -> int | None:
     """Return a smaller number of nodes where the job would wait for ever for lost nodes; None for all of its nodes."""
-    asked = len(nodes.expand(job.nodes))
-    if not lost or not asked:
+    requested = len(nodes.expand(job.nodes))
+    if not lost or not requested:
         return None
     usable = len(nodes.usable_nodes(job.partition) - set(_excluded(journal, job, lost)))
     fewer = nodes_to_use(config, usable)
-    return fewer if usable < asked and 0 < fewer < asked else None
+    return fewer if usable < requested and 0 < fewer < requested else None
 
 
 def _submit_successor(

@@ -24,7 +24,7 @@ from jobkit.config.schema import UNLIMITED, RetryConfig
 from jobkit.duration import format_seconds
 from jobkit.run.records import AttemptEnded, Cause, Next
 from jobkit.run.status import Attempt
-from jobkit.supervisor.evidence import AVOID_SECONDS, avoided, follows_rank, is_of_one_node, known, stayed
+from jobkit.supervisor.evidence import AVOID_SECONDS, avoided, avoided_before, follows_rank, is_of_one_node, stayed
 from jobkit.supervisor.tries import DEATHS, STAYS, Tries, end_of
 
 BUDGETS: Mapping[Cause, str] = {
@@ -114,7 +114,7 @@ def decide(attempts: Sequence[Attempt], retry: RetryConfig, room: RestartOptions
     """
     last, tries = end_of(attempts[-1]), Tries(attempts, command)
     what = f"{last.cause}: {last.error}" if last.error else last.cause
-    before = known(attempts)
+    before = avoided_before(attempts)
     if last.cause == "setup":
         return _after_failed_setup(tries, what, before, room)
     if last.cause not in BUDGETS:

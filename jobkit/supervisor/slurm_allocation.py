@@ -241,7 +241,7 @@ class SlurmAllocation(Allocation):
     # Slurm
 
     def poll(self) -> SchedulerReport | None:
-        asked = time.monotonic()
+        asked_at = time.monotonic()
         try:
             job = jobs.show(self.this_job.job_id, QUICK_SECONDS)
             now, monotonic = jobs.controller_time(), time.monotonic()
@@ -253,11 +253,11 @@ class SlurmAllocation(Allocation):
             log.warning("%s", error)
             return None
         if job is None:
-            return SchedulerReport(asked_at=asked, kill_wait=kill_wait, down=frozenset(down))
+            return SchedulerReport(asked_at=asked_at, kill_wait=kill_wait, down=frozenset(down))
         seconds = jobs.time_left(job, now) if job.runs else None  # its end is past, and processes have KillWait
         limit = math.inf if seconds is None or job.start is None or job.end is None else job.end - job.start
         return SchedulerReport(
-            asked_at=asked,
+            asked_at=asked_at,
             job=job,
             cause=jobs.stop_cause(job, now, restarts=self.this_job.restart),
             runs=job.runs and not job.is_requeued(now, self.this_job.restart),

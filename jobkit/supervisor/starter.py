@@ -136,10 +136,10 @@ class Starter:
         """Return the ranks of each agent; the agent of this machine has those of all simulated nodes."""
         resources = self.held_lease.config.resources
         is_local = list(nodes) == [LOCAL]
-        each = resources.ranks_per_node
+        size = resources.ranks_per_node
         places: dict[str, list[RankPlace]] = {}
-        for rank in range(each * (resources.nodes if is_local else len(nodes))):
-            place = RankPlace(rank=rank, local_rank=rank % each, local_world_size=each, node=rank // each)
+        for rank in range(size * (resources.nodes if is_local else len(nodes))):
+            place = RankPlace(rank=rank, local_rank=rank % size, local_world_size=size, node=rank // size)
             places.setdefault(LOCAL if is_local else nodes[place.node], []).append(place)
         return places
 

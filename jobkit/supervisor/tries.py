@@ -63,8 +63,8 @@ class Tries:
     @cached_property
     def counted(self) -> list[Attempt]:
         """The fruitless ones without those that were stopped in a pause: they have tried nothing."""
-        due = {one.number: end_of(before).next_at for before, one in pairwise(self.all)}
-        return [one for one in self.fruitless if one.began.ranks or end_of(one).time >= (due.get(one.number) or 0.0)]
+        due = {attempt.number: end_of(before).next_at or 0.0 for before, attempt in pairwise(self.all)}
+        return [item for item in self.fruitless if item.began.ranks or end_of(item).time >= due.get(item.number, 0.0)]
 
     @cached_property
     def has_trained(self) -> bool:
@@ -84,11 +84,11 @@ class Tries:
     @cached_property
     def waited(self) -> float:
         """Seconds of waiting for better weather since the first of the deaths; the queue is none, nor is training."""
-        return self.paused + sum(_start(one) + min(_trained(one), LIFE_SECONDS) for _, one in self._after)
+        return self.paused + sum(_start(attempt) + min(_trained(attempt), LIFE_SECONDS) for _, attempt in self._after)
 
     @cached_property
     def paused(self) -> float:
-        return sum(_pause_before(one, before) for before, one in self._after)
+        return sum(_pause_before(attempt, before) for before, attempt in self._after)
 
     @cached_property
     def gave_up_after(self) -> float:

@@ -72,14 +72,14 @@ def forgotten(first: Trace, second: Trace, again: Trace | None = None, at: Diffe
     groups: dict[tuple[str, str], list[Forgotten]] = {}
     for rank in second:
         places = first.get(rank, ())
-        own = _changing(places, [place for place in second[rank] if place.attempt == 1])
-        own |= _changing(places, again.get(rank, ())) if again is not None else set()
+        own_changes = _changing(places, [place for place in second[rank] if place.attempt == 1])
+        own_changes |= _changing(places, again.get(rank, ())) if again is not None else set()
         both = _after_restarts(places, second[rank]) if at is None else _before(places, second[rank], at)
-        for item in _of_rank(places, both, own, at):
+        for item in _of_rank(places, both, own_changes, at):
             groups.setdefault((item.about.way, item.about.owner), []).append(item)
-    found = [_one_of(group) for group in groups.values()]
-    found = [replace(item, per_rank=_of_ranks(first, item.expression)) for item in found]
-    return sorted(found, key=lambda item: (not item.is_finding, *_unlikely(item, at)))
+    items = [_one_of(group) for group in groups.values()]
+    items = [replace(item, per_rank=_of_ranks(first, item.expression)) for item in items]
+    return sorted(items, key=lambda item: (not item.is_finding, *_unlikely(item, at)))
 
 
 def _of_ranks(first: Trace, name: str) -> bool | None:
@@ -95,21 +95,23 @@ def _of_ranks(first: Trace, name: str) -> bool | None:
 def _of_rank(
     places: Sequence[TraceLine],
     both: Sequence[tuple[TraceLine, TraceLine]],
-    own: Collection[str],
+    own_changes: Collection[str],
     at: Difference | None,
 ) -> Iterator[Forgotten]:
     """Yield each name that differs at boundaries of a straight and an interrupted run, the last boundary first."""
-    about = {name: each for place in places for name, each in place.about.items()}
-    with_times = {about[name].owner for name in own if name in about}
-    members = _members(places, own, about)
-    recovered, known = _recovered(both) if at is None else set[str](), set[str]()
-    for number, (one, other) in enumerate(reversed(both)):
-        for name in _lost(places, one, other):
-            within = one.seen[name].kind == "value" and any(each.startswith((f"{name}[", f"{name}.")) for each in own)
-            if name in known or name in own or within:
+    about = {name: described for place in places for name, described in place.about.items()}
+    with_times = {about[name].owner for name in own_changes if name in about}
+    members = _members(places, own_changes, about)
+    recovered, named = _recovered(both) if at is None else set[str](), set[str]()
+    for number, (straight, interrupted) in enumerate(reversed(both)):
+        for name in _lost(places, straight, interrupted):
+            within = straight.seen[name].kind == "value" and any(
+                other.startswith((f"{name}[", f"{name}.")) for other in own_changes
+            )
+            if name in named or name in own_changes or within:
                 continue
-            known.add(name)
-            mine, theirs, is_scratch = one.seen[name], other.seen[name], _is_back(name, at, other.rank)
+            named.add(name)
+            mine, theirs, is_scratch = straight.seen[name], interrupted.seen[name], _is_back(name, at, interrupted.rank)
             if number and mine.kind != "value":
                 continue  # it was equal again: a best score may be beaten again, a tensor is made anew
             if is_scratch and not about[name].holder and is_of_a_for(*_variable(about[name])):
@@ -121,12 +123,12 @@ def _of_rank(
                 about=about[name],
                 names=[about[name].name],
                 members=members.get(about[name].owner, []),
-                taken={path.partition(".")[0] for path in one.state},
+                taken={path.partition(".")[0] for path in straight.state},
                 is_same=mine.is_same,
                 is_finding=is_finding and number == 0 and not (name in recovered and not _decides(about[name])),
                 is_unlikely=is_scratch or about[name].owner in with_times,
-                rank=other.rank,
-                step=other.step,
+                rank=interrupted.rank,
+                step=interrupted.step,
                 first=mine.digest,
                 second=theirs.digest,
             )
@@ -136,54 +138,56 @@ def too_late(first: Trace, second: Trace) -> list[Forgotten]:
     """Return what would be findings on rank 0, but changed after the last interruption only: nothing could be lost."""
     places = [place for place in first[0] if place.seen]
     begins = max(place.step for place in second[0] if place.event == "restored")
-    about = {name: each for place in places for name, each in place.about.items()}
-    found = []
+    about = {name: described for place in places for name, described in place.about.items()}
+    changed = []
     for name, item in places[-1].seen.items() if places else ():
         before = {place.seen[name].digest for place in places if place.step <= begins and name in place.seen}
         if len(before) == 1 and item.digest not in before and item.is_same and _is_finding(item, item):
-            found.append(Forgotten(expression=name, about=about[name], rank=0, step=begins, first="", second=""))
-    return found
+            changed.append(Forgotten(expression=name, about=about[name], rank=0, step=begins, first="", second=""))
+    return changed
 
 
 def _one_of(group: Sequence[Forgotten]) -> Forgotten:
     """Return one thing to declare for all that differ of one owner: of containers their content, not their length."""
     likely = [item for item in group if not item.is_unlikely] or group
     head = next((item for item in likely if item.is_finding), likely[0])
-    named = [each for each in likely if each is head or each.is_finding or not OF_CONTAINER.fullmatch(each.first)]
+    named = [item for item in likely if item is head or item.is_finding or not OF_CONTAINER.fullmatch(item.first)]
     members = head.members if head.about.way == "attributes" else []
     return replace(head, names=list(dict.fromkeys([*(item.about.name for item in named), *members])))
 
 
-def _members(places: Sequence[TraceLine], own: Collection[str], about: Mapping[str, About]) -> dict[str, list[str]]:
+def _members(
+    places: Sequence[TraceLine], own_changes: Collection[str], about: Mapping[str, About]
+) -> dict[str, list[str]]:
     """Return the attributes of each owner that its methods change, perhaps later than in these steps: those that are
     there when the loop begins, for they are declared before it."""
-    found: dict[str, list[str]] = {}
+    members: dict[str, list[str]] = {}
     for name, seen in places[0].seen.items() if places else ():
         item = about[name]
         is_plain = seen.kind in ("value", "tensor") and not OF_CONTAINER.fullmatch(seen.digest)
-        is_own = name == f"{item.owner}.{item.name}" and name not in own
+        is_own = name == f"{item.owner}.{item.name}" and name not in own_changes
         if is_plain and is_own and item.name in changed_by_methods(Path(item.file), item.holder):
-            found.setdefault(item.owner, []).append(item.name)
-    return found
+            members.setdefault(item.owner, []).append(item.name)
+    return members
 
 
 def _is_back(name: str, at: Difference | None, rank: int) -> bool:
     """Return whether a thing is the same in both runs where the difference shows: then each step overwrites it."""
     if at is None or at.place.rank != rank:
         return False
-    one, other = at.reference.seen.get(name), at.place.seen.get(name)
-    return one is not None and other is not None and one.digest == other.digest
+    straight, interrupted = at.reference.seen.get(name), at.place.seen.get(name)
+    return straight is not None and interrupted is not None and straight.digest == interrupted.digest
 
 
 def _unlikely(item: Forgotten, at: Difference | None) -> tuple[bool, ...]:
     """Return an order of what may be the cause of a difference: it itself; what the code reads as the difference is
     made; what it reads."""
-    found = set[Use]().union(*(uses(*_variable(replace(item.about, name=name))) for name in item.names))
+    found_uses = set[Use]().union(*(uses(*_variable(replace(item.about, name=name))) for name in item.names))
     if at is None:  # a plain value that decides or ends something comes before one that is logged
-        return item.is_unlikely, not found & {"condition", "result"}, not found
+        return item.is_unlikely, not found_uses & {"condition", "result"}, not found_uses
     is_it = (item.first, item.second) == (str(at.first), str(at.second))
-    wanted: dict[str, Use] = {"end": "condition", "result": "result"}
-    return not is_it, wanted.get(at.kind, "value") not in found, item.is_unlikely, not found
+    use_of_end: dict[str, Use] = {"end": "condition", "result": "result"}
+    return not is_it, use_of_end.get(at.kind, "value") not in found_uses, item.is_unlikely, not found_uses
 
 
 def _changing(first: Sequence[TraceLine], second: Sequence[TraceLine]) -> set[str]:
@@ -210,8 +214,11 @@ def _before(
     if at.kind != "end":
         return both
     # a count that the loop itself makes is not there yet
-    unset = [{name: UNSET for name, each in one.seen.items() if each.kind == "value"} for one, _ in both]
-    return [(one, replace(other, seen={**more, **other.seen})) for (one, other), more in zip(both, unset, strict=True)]
+    unset = [{name: UNSET for name, seen in straight.seen.items() if seen.kind == "value"} for straight, _ in both]
+    return [
+        (straight, replace(interrupted, seen={**more, **interrupted.seen}))
+        for (straight, interrupted), more in zip(both, unset, strict=True)
+    ]
 
 
 def _comes_before(place: TraceLine, other: TraceLine) -> bool:
@@ -221,20 +228,24 @@ def _comes_before(place: TraceLine, other: TraceLine) -> bool:
 def _recovered(both: Sequence[tuple[TraceLine, TraceLine]]) -> set[str]:
     """Return the names of what differed after a restart and was then equal again: it is made anew from other things, as
     the sums of an evaluation."""
-    found, differed = set(), set[tuple[int, str]]()
+    recovered, differed = set(), set[tuple[int, str]]()
     for place, other in both:
         for name in place.seen.keys() & other.seen.keys():
             if place.seen[name].digest != other.seen[name].digest:
                 differed.add((other.attempt, name))
             elif (other.attempt, name) in differed:
-                found.add(name)
-    return found
+                recovered.add(name)
+    return recovered
 
 
-def _lost(places: Sequence[TraceLine], one: TraceLine, other: TraceLine) -> Iterator[str]:
+def _lost(places: Sequence[TraceLine], ours: TraceLine, theirs: TraceLine) -> Iterator[str]:
     """Yield the names of what the training has changed, and what differs between two runs at a boundary."""
-    for name in one.seen:
-        if name in other.seen and one.seen[name].digest != other.seen[name].digest and _has_changed(places, one, name):
+    for name in ours.seen:
+        if (
+            name in theirs.seen
+            and ours.seen[name].digest != theirs.seen[name].digest
+            and _has_changed(places, ours, name)
+        ):
             yield name
 
 
@@ -243,11 +254,11 @@ def _has_changed(places: Sequence[TraceLine], until: TraceLine, name: str) -> bo
     return any(seen.digest != until.seen[name].digest for seen in before) or until.event == "restored"
 
 
-def _is_finding(one: Seen, other: Seen) -> bool:
+def _is_finding(ours: Seen, theirs: Seen) -> bool:
     """Return whether it is more than a plain value, and lives from one boundary to the next."""
-    if one.kind != other.kind or (one.kind == "tensor" and one.size != other.size):  # a cache of what came so far
+    if ours.kind != theirs.kind or (ours.kind == "tensor" and ours.size != theirs.size):  # a cache of what came so far
         return False
-    return one.kind != "value" and (one.is_same or not one.is_scalar)
+    return ours.kind != "value" and (ours.is_same or not ours.is_scalar)
 
 
 def lines_of(items: Sequence[Forgotten], folder: Path) -> list[str]:
@@ -278,13 +289,13 @@ def _what(item: Forgotten, place: str) -> str:
 def _of_values(items: Sequence[Forgotten]) -> str:
     """Return what to type for plain values, tensors and containers."""
     words = {_name(item): item.about.owner for item in items}
-    given = ", ".join(f"{name}={owner}" for name, owner in words.items())
+    arguments = ", ".join(f"{name}={owner}" for name, owner in words.items())
     # an object that a restore fills stays in the hands of the loop
     anew = [item for item in items if not (item.is_finding and (item.is_same or item.expression != item.about.owner))]
     used = ", ".join(f"state.{_name(item)} in place of {item.about.owner}" for item in anew)
     if "values" in items[0].taken:
-        return f"add {given} to ctx.values{f', and use {used}' if used else ''}"
-    return f"state = ctx.values({given}) before the loop, {items[0].about.place}{f'; then {used}' if used else ''}"
+        return f"add {arguments} to ctx.values{f', and use {used}' if used else ''}"
+    return f"state = ctx.values({arguments}) before the loop, {items[0].about.place}{f'; then {used}' if used else ''}"
 
 
 def hint_lines(items: Sequence[Forgotten], folder: Path) -> list[str]:
@@ -340,7 +351,7 @@ def typed(item: Forgotten) -> str:
         return f"keep {', '.join(item.names)} in the state_dict of {item.about.keeper}, and take it in load_state_dict"
     if item.about.way == "values":
         return _of_values([item])
-    names = ", ".join(f'"{each}"' for each in item.names)
+    names = ", ".join(f'"{name}"' for name in item.names)
     values: dict[str, str] = {
         "track": owner,
         "attributes": f"jobkit.attributes({owner}, {names})",
@@ -352,6 +363,6 @@ def typed(item: Forgotten) -> str:
     value = values[item.about.way]
     if item.per_rank is None:
         value = f"{value} if ctx.rank == {item.rank} else torch.nn.Identity()"
-    given = f"{name}={value}" if item.per_rank is False else f'per_rank={{"{name}": {value}}}'
+    argument = f"{name}={value}" if item.per_rank is False else f'per_rank={{"{name}": {value}}}'
     more = f": an object whose state_dict has the state of {owner}" if item.about.way == "own_state" else ""
-    return f"ctx.track({given}) {place}{more}"
+    return f"ctx.track({argument}) {place}{more}"

@@ -46,14 +46,14 @@ def interruptions(course: Course) -> tuple[Interruption, ...]:
     taken: dict[int, InterruptionKind] = {}
     inner = range(course.first + 1, course.last)
     middle = (course.first + course.last) // 2
-    wanted: list[tuple[InterruptionKind, Iterable[int]]] = [
+    places_of_kinds: list[tuple[InterruptionKind, Iterable[int]]] = [
         ("stop", sorted(inner, key=lambda place: (place <= course.last_pass, -place))),
         ("evaluation", course.evaluations),
         ("epoch end", course.epoch_ends),
         ("memory", inner),
         ("disk", sorted(inner, key=lambda place: abs(place - middle))),
     ]
-    for kind, places in wanted:
+    for kind, places in places_of_kinds:
         if (place := _free(course, places, taken)) is not None:
             taken[place] = kind
     return tuple(

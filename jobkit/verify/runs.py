@@ -270,10 +270,10 @@ def _listed(words: Sequence[str]) -> str:
 
 def _nondeterministic(change: Difference, straight: Trace, folder: Path) -> list[str]:
     """Return the words for two straight runs that differ, with the place in the code of the first that does."""
-    files = {Path(each.file) for places in straight.values() for place in places for each in place.about.values()}
+    files = {Path(about.file) for places in straight.values() for place in places for about in place.about.values()}
     names = [change.name, *change.name.split(".")[:2]] if change.kind != "values" else [change.name]
     places = (mentioned(sorted(files), name, folder) for name in reversed(names) if name)
-    place = next((each for each in places if each), "")
+    place = next((mention for mention in places if mention), "")
     what = f"{change.name or change.kind}{f' ({place})' if place else ''} after {change.place.step} steps"
     return [
         f"two straight runs differ: {what}, {change.first} | {change.second}{relative_words(change)}",

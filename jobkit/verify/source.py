@@ -23,7 +23,7 @@ def assigned(file: Path, name: str, scope: str, folder: Path) -> str:
 def uses(file: Path, name: str, scope: str) -> set[Use]:
     """Return how a variable or an attribute is read, but for the statements that only change it, as `n = n + 1` and
     `losses.append(loss)`."""
-    found: set[Use] = set()
+    ways: set[Use] = set()
     tree = _within(_tree(file), scope)
     for statement in ast.walk(tree):
         if not isinstance(statement, ast.stmt) or name in _changed_by(statement):
@@ -31,9 +31,9 @@ def uses(file: Path, name: str, scope: str) -> set[Use]:
         parts: dict[Use, list[ast.AST]] = {"condition": [], "result": [], "value": []}
         for field, part in ast.iter_fields(statement):
             use: Use = "condition" if field == "test" else "result" if _ends(statement) else "value"
-            parts[use] += [each for each in (part if isinstance(part, list) else [part]) if isinstance(each, ast.expr)]
-        found |= {use for use, each in parts.items() if any(True for part in each for _ in _named(part, name, scope))}
-    return found
+            parts[use] += [node for node in (part if isinstance(part, list) else [part]) if isinstance(node, ast.expr)]
+        ways |= {use for use, nodes in parts.items() if any(True for part in nodes for _ in _named(part, name, scope))}
+    return ways
 
 
 def _ends(statement: ast.stmt) -> bool:
@@ -58,8 +58,8 @@ def _changed_by(statement: ast.stmt, *, with_variables: bool = True) -> set[str]
 def _spine(node: ast.AST, with_variables: bool) -> Iterator[str]:
     """Yield the names of what is changed, as `self` and `ema` of `self.ema[name].mul_(rate)`: no index, no argument."""
     if isinstance(node, (ast.Tuple, ast.List)):
-        for each in node.elts:
-            yield from _spine(each, with_variables)
+        for element in node.elts:
+            yield from _spine(element, with_variables)
     elif isinstance(node, ast.Name):
         yield from [node.id] if with_variables else []
     elif isinstance(node, ast.Attribute):
@@ -80,15 +80,15 @@ def is_of_a_for(file: Path, name: str, scope: str) -> bool:
 @cache
 def changed_by_methods(file: Path, name: str) -> frozenset[str]:
     """Return the attributes that methods of a class assign, or assign into, but for its constructor."""
-    found = set()
+    changed = set()
     for node in ast.walk(_tree(file)):
         if not isinstance(node, ast.ClassDef) or node.name != name:
             continue
         for method in node.body:
             if isinstance(method, FUNCTIONS) and method.name != "__init__":
-                statements = [each for each in ast.walk(method) if isinstance(each, ast.stmt)]
-                found |= {name for each in statements for name in _changed_by(each, with_variables=False)}
-    return frozenset(found)
+                statements = [node for node in ast.walk(method) if isinstance(node, ast.stmt)]
+                changed |= {name for statement in statements for name in _changed_by(statement, with_variables=False)}
+    return frozenset(changed)
 
 
 def mentioned(files: Iterable[Path], name: str, folder: Path) -> str:
@@ -120,7 +120,7 @@ def _named(tree: ast.AST, name: str, scope: str) -> Iterator[ast.Name | ast.Attr
 def _lines_with(tree: ast.AST, name: str) -> Iterator[int]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            yield from (each.value.lineno for each in node.keywords if each.arg == name)
+            yield from (keyword.value.lineno for keyword in node.keywords if keyword.arg == name)
         elif isinstance(node, ast.Constant) and node.value == name:
             yield node.lineno
 

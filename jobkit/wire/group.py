@@ -189,8 +189,8 @@ def _gather(group: dist.ProcessGroup, value: Any, *, on_main: bool = False) -> l
     heads = _gather_bytes(group, message[:TOGETHER].ljust(TOGETHER, b"\0"))
     lengths = [8 + int.from_bytes(head[:8], "little") for head in heads]
     tails = [b""] * len(heads)
-    if (most := max(lengths) - TOGETHER) > 0:
-        tails = _gather_bytes(group, message[TOGETHER:].ljust(most, b"\0"), on_main=on_main)
+    if (longest := max(lengths) - TOGETHER) > 0:
+        tails = _gather_bytes(group, message[TOGETHER:].ljust(longest, b"\0"), on_main=on_main)
     if on_main and group.rank() != 0:
         return []
     return [pickle.loads((head + tail)[8:end]) for head, tail, end in zip(heads, tails, lengths, strict=True)]

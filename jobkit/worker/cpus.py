@@ -24,8 +24,8 @@ def cpu_set(
     if len(allowed) >= machine or len(allowed) < local_world_size:
         return []
     ordered = sorted(allowed, key=place)  # type: ignore[arg-type]
-    each = len(ordered) // local_world_size
-    return ordered[local_rank * each : (local_rank + 1) * each]
+    per_rank = len(ordered) // local_world_size
+    return ordered[local_rank * per_rank : (local_rank + 1) * per_rank]
 
 
 def place_of(cpu: int) -> tuple[int, int, int]:

@@ -141,10 +141,10 @@ def find_launch(environ: Mapping[str, str], group: tuple[int, int] | None = None
             f"PMIX_RANK={environ['PMIX_RANK']}: an MPI started this task, but its number of tasks, in "
             "OMPI_COMM_WORLD_SIZE or PMI_SIZE, did not reach it: each task would train alone in the same run directory"
         )
-    given = _given(launcher, environ)
-    if group is not None and group != (given.get("rank", 0), given.get("world_size", 1)):
-        given = {"rank": group[0], "world_size": group[1]}
-    topology = _complete(given)
+    fields = _fields_of(launcher, environ)
+    if group is not None and group != (fields.get("rank", 0), fields.get("world_size", 1)):
+        fields = {"rank": group[0], "world_size": group[1]}
+    topology = _complete(fields)
     name = launcher.name if launcher is not None else "python"
     _check_one_world(topology, name, environ)
     rendezvous: Rendezvous = "file"
@@ -164,20 +164,20 @@ def find_launch(environ: Mapping[str, str], group: tuple[int, int] | None = None
     return Launch(name, topology, rendezvous, re.sub(r"[^\w.]+", "-", "-".join([name, *words])))
 
 
-def _given(launcher: Launcher | None, environ: Mapping[str, str]) -> dict[str, int]:
+def _fields_of(launcher: Launcher | None, environ: Mapping[str, str]) -> dict[str, int]:
     """The fields of a Topology that the launcher's variables give."""
     if launcher is None:
         return {}
     node = _number(environ, launcher.node) or 0
     values = {field: _number(environ, getattr(launcher, field), node) for field in ("rank", "world_size", *PLACE)}
-    given = {field: value for field, value in values.items() if value is not None}
-    if given.get("nodes", 0) and given["world_size"] % given["nodes"] == 0:
-        given.setdefault("local_world_size", given["world_size"] // given["nodes"])
-    if given["rank"] >= given["world_size"]:
+    fields = {field: value for field, value in values.items() if value is not None}
+    if fields.get("nodes", 0) and fields["world_size"] % fields["nodes"] == 0:
+        fields.setdefault("local_world_size", fields["world_size"] // fields["nodes"])
+    if fields["rank"] >= fields["world_size"]:
         raise DistributedError(
-            f"{launcher.rank}={given['rank']} with {launcher.world_size}={given['world_size']}: there is no such rank"
+            f"{launcher.rank}={fields['rank']} with {launcher.world_size}={fields['world_size']}: there is no such rank"
         )
-    return given
+    return fields
 
 
 def _number(environ: Mapping[str, str], name: str | None, node: int = 0) -> int | None:
@@ -192,9 +192,9 @@ def _number(environ: Mapping[str, str], name: str | None, node: int = 0) -> int 
     return values[min(node, len(values) - 1)]
 
 
-def _complete(given: dict[str, int]) -> Topology:
+def _complete(fields: dict[str, int]) -> Topology:
     """A Topology in which the unknown fields are guessed: as if the ranks filled one node after the other."""
-    place: dict[str, Any] = {"rank": 0, "world_size": 1} | given
+    place: dict[str, Any] = {"rank": 0, "world_size": 1} | fields
     per_node = max(1, place.setdefault("local_world_size", place["world_size"]))
     place.setdefault("local_rank", place["rank"] % per_node)
     place.setdefault("node", place["rank"] // per_node)

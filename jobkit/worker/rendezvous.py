@@ -76,8 +76,8 @@ def environment_of(
 
 def _slurm(place: RankPlace, start: StartRanks, resources: Resources) -> dict[str, str]:
     """The variables that srun would give a task for each rank. Libraries read them too, as mpi4py and Lightning."""
-    world, each = str(start.world_size), str(place.local_world_size)
-    per_node = f"{each}(x{start.nodes})" if start.nodes > 1 else each
+    world, on_node = str(start.world_size), str(place.local_world_size)
+    per_node = f"{on_node}(x{start.nodes})" if start.nodes > 1 else on_node
     first = place.node * place.local_world_size
     return {
         "SLURM_PROCID": str(place.rank),
@@ -88,7 +88,7 @@ def _slurm(place: RankPlace, start: StartRanks, resources: Resources) -> dict[st
         "SLURM_NNODES": str(start.nodes),
         "SLURM_STEP_NUM_TASKS": world,
         "SLURM_STEP_NUM_NODES": str(start.nodes),
-        "SLURM_NTASKS_PER_NODE": each,
+        "SLURM_NTASKS_PER_NODE": on_node,
         "SLURM_TASKS_PER_NODE": per_node,
         "SLURM_STEP_TASKS_PER_NODE": per_node,
         "SLURM_CPUS_PER_TASK": str(resources.cpus_per_task),

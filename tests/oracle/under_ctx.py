@@ -89,10 +89,10 @@ def difference(one: Any, other: Any) -> float:
 
 def differences(left: plain.Seen, right: plain.Seen) -> dict[str, float]:
     """Return the largest difference between two trainings: of gradients, of weights, and of the final weights."""
-    found = {}
+    largest = {}
     for name in ("gradients", "weights", "final"):
         one, other = getattr(left, name), getattr(right, name)
         pairs = [(one, other)] if name == "final" else list(zip(one, other, strict=True))
         assert all(set(one) == set(other) for one, other in pairs), [set(one) ^ set(other) for one, other in pairs]
-        found[name] = max(difference(one[key], other[key]) for one, other in pairs for key in one)
-    return found
+        largest[name] = max(difference(one[key], other[key]) for one, other in pairs for key in one)
+    return largest

@@ -122,10 +122,10 @@ def evaluation(ctx):
 def measure(row: str, function: str, ranks: int, bound: float, repeats: int) -> None:
     made = project(function, ranks, repeats=repeats)
     made.write("bench_task.py", TASK)
-    found = result(made)
-    show(row, found["ratios"], bound, "times")
-    if "processor" in found:
-        show(f"{row} (processor)", found["processor"], bound, "times")
+    results = result(made)
+    show(row, results["ratios"], bound, "times")
+    if "processor" in results:
+        show(f"{row} (processor)", results["processor"], bound, "times")
 
 
 def main() -> None:

@@ -42,8 +42,8 @@ def in_snapshot(typed: list[str], words: list[str], code: str, source: str) -> l
 
 
 def _run_the_next() -> None:
-    here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != here]
+    folder = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != folder]
     spec = importlib.machinery.PathFinder.find_spec(__name__, sys.path)
     if spec is not None and spec.loader is not None:
         sys.modules[__name__] = module = importlib.util.module_from_spec(spec)
@@ -52,7 +52,7 @@ def _run_the_next() -> None:
 
 if __name__ == "sitecustomize":
     if sys.version_info >= (3, 10) and os.environ.get("JOBKIT_CODE"):
-        found = in_snapshot(sys.orig_argv, sys.argv, os.environ["JOBKIT_CODE"], os.environ["JOBKIT_SOURCE"])
-        if found is not None:
-            os.execv(sys.executable, [sys.executable, *found])
+        words = in_snapshot(sys.orig_argv, sys.argv, os.environ["JOBKIT_CODE"], os.environ["JOBKIT_SOURCE"])
+        if words is not None:
+            os.execv(sys.executable, [sys.executable, *words])
     _run_the_next()

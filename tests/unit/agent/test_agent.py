@@ -275,7 +275,7 @@ def test_an_agent_says_why_it_is_not_ready(make: Make, tmp_path: Path, monkeypat
     """Before each import, and again and again while another run has the device."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    holder = Devices(RunDir(tmp_path / "holder"), "cuda", ["7"], 1, each=1)
+    holder = Devices(RunDir(tmp_path / "holder"), "cuda", ["7"], 1, devices_per_rank=1)
     assert holder.take()
     supervisor = make(device="cuda", resources={"gpus_per_task": 1}, preload=["this"])
     said = [supervisor.expect(NotReady).why for _ in range(3)]

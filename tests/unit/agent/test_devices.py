@@ -79,15 +79,15 @@ import sys
 from pathlib import Path
 from jobkit.run.rundir import RunDir
 from jobkit.agent.devices import Devices
-holder = Devices(RunDir({str(tmp_path / "dead")!r}), "npu", ["4", "5"], 1, each=1)
-waiter = Devices(RunDir({str(tmp_path / "dead too")!r}), "npu", ["4", "5"], 2, each=1)
+holder = Devices(RunDir({str(tmp_path / "dead")!r}), "npu", ["4", "5"], 1, devices_per_rank=1)
+waiter = Devices(RunDir({str(tmp_path / "dead too")!r}), "npu", ["4", "5"], 2, devices_per_rank=1)
 print(holder.take(), waiter.take(), flush=True)
 sys.stdin.read()
 """
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", program], text=True, **pipes) as process:
         assert process.stdout.readline() == "True False\n"
-        late = Devices(RunDir(tmp_path / "late"), "npu", ["4", "5"], 2, each=1)
+        late = Devices(RunDir(tmp_path / "late"), "npu", ["4", "5"], 2, devices_per_rank=1)
         assert not late.take()
         assert len(devices.turns()) == 2
         process.send_signal(signal.SIGKILL)

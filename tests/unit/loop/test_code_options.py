@@ -42,13 +42,13 @@ def trained(
 ) -> tuple[torch.optim.Optimizer, LRScheduler, CodeOptions]:
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=lr, **options)
     schedule = make(optimizer)
-    given = CodeOptions()
-    given.note("optimizer", optimizer)
-    given.note("schedule", schedule)
+    code = CodeOptions()
+    code.note("optimizer", optimizer)
+    code.note("schedule", schedule)
     for _ in range(steps):
         optimizer.step()
         schedule.step()
-    return optimizer, schedule, given
+    return optimizer, schedule, code
 
 
 def warmed(warmup: int, steps: int) -> Make:
@@ -79,15 +79,15 @@ SCHEDULES: dict[str, tuple[Make, Make]] = {
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_goes_on_as_if_it_had_been_made_with_the_new_rate(name: str) -> None:
     then, now = SCHEDULES[name]
-    before, old, given_then = trained(0.3, then, 5)
+    before, old, code_then = trained(0.3, then, 5)
     state, rates = old.state_dict(), [group["lr"] for group in before.param_groups]
-    optimizer, schedule, given = trained(0.01, now, 0, weight_decay=0.5)
+    optimizer, schedule, code = trained(0.01, now, 0, weight_decay=0.5)
     options = {key: value for key, value in before.param_groups[0].items() if key != "params"}
     optimizer.param_groups[0].update(options)
     schedule.load_state_dict(state)
-    given.is_start = True
-    given.load_state_dict(given_then.state_dict())
-    given.apply({"optimizer": optimizer, "schedule": schedule})
+    code.is_start = True
+    code.load_state_dict(code_then.state_dict())
+    code.apply({"optimizer": optimizer, "schedule": schedule})
 
     expected, as_made, _ = trained(0.01, now, 5)
     assert optimizer.param_groups[0]["weight_decay"] == 0.5
@@ -96,46 +96,46 @@ def test_a_schedule_goes_on_as_if_it_had_been_made_with_the_new_rate(name: str) 
         for pair in ((optimizer, schedule), (expected, as_made)):
             pair[0].step()
             pair[1].step()
-    assert given.changes["optimizer.initial_lr"] == "0.3 -> 0.01"
+    assert code.changes["optimizer.initial_lr"] == "0.3 -> 0.01"
     assert rates == [group["lr"] for group in before.param_groups]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_without_a_change_no_bit_differs(name: str) -> None:
     make = SCHEDULES[name][0]
-    before, old, given_then = trained(0.3, make, 5)
-    optimizer, schedule, given = trained(0.3, make, 0)
+    before, old, code_then = trained(0.3, make, 5)
+    optimizer, schedule, code = trained(0.3, make, 0)
     options = {key: value for key, value in before.param_groups[0].items() if key != "params"}
     optimizer.param_groups[0].update(options)
     schedule.load_state_dict(old.state_dict())
-    given.is_start = True
-    given.load_state_dict(given_then.state_dict())
-    given.apply({"optimizer": optimizer, "schedule": schedule})
-    assert given.changes == {}
+    code.is_start = True
+    code.load_state_dict(code_then.state_dict())
+    code.apply({"optimizer": optimizer, "schedule": schedule})
+    assert code.changes == {}
     assert optimizer.param_groups[0]["lr"] == before.param_groups[0]["lr"]
     assert schedule.state_dict() == old.state_dict() or name in ("warm-up from zero", "more steps")
 
 
 def test_a_schedule_that_is_made_after_the_restore_has_the_new_rate() -> None:
-    given_then, given = CodeOptions(), CodeOptions()
+    code_then, code = CodeOptions(), CodeOptions()
     before = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.3)
-    given_then.note("optimizer", before)
+    code_then.note("optimizer", before)
     old = lr_scheduler.ExponentialLR(before, 0.5)
-    given_then.note("schedule", old)
+    code_then.note("schedule", old)
     before.step()
     old.step()
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    given.note("optimizer", optimizer)
-    given.is_start = True
-    given.load_state_dict(given_then.state_dict())
+    code.note("optimizer", optimizer)
+    code.is_start = True
+    code.load_state_dict(code_then.state_dict())
     optimizer.param_groups[0].update(lr=0.15, initial_lr=0.3)
-    given.apply({"optimizer": optimizer})
+    code.apply({"optimizer": optimizer})
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
     schedule = lr_scheduler.ExponentialLR(optimizer, 0.5)
-    given.note("schedule", schedule)
+    code.note("schedule", schedule)
     optimizer.param_groups[0].update(lr=0.15, initial_lr=0.3)  # ctx.track reads everything once more
     schedule.load_state_dict(old.state_dict())
-    given.apply({"optimizer": optimizer, "schedule": schedule})
+    code.apply({"optimizer": optimizer, "schedule": schedule})
     assert (optimizer.param_groups[0]["lr"], schedule.base_lrs) == (pytest.approx(0.05), [0.1])
 
 

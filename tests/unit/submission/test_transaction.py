@@ -346,14 +346,14 @@ def test_a_run_after_another_one_depends_on_its_job(slurm: Slurm) -> None:
 # Sweeps
 
 
-def submit_sweep(slurm: Slurm, count: int, *, most: int | None = None, odd: str = "") -> sweep.SweepOutcome:
+def submit_sweep(slurm: Slurm, count: int, *, max_running: int | None = None, odd: str = "") -> sweep.SweepOutcome:
     """Submit a run for each seed; `odd` is one more word of each second run."""
     source, runs_dir = read_source(Path("toy.yaml")), slurm.folder / "runs"
     words = [[(f"seed={seed}", "here"), *([(odd, "here")] if odd and seed % 2 else [])] for seed in range(count)]
     place = target(source.loaded().config, local=False, cluster="slurm")
     points = [(str(point), source.loaded(point)) for point in words]
     plans = sweep.plan(points, lambda loaded: make_plan(loaded, runs_dir, place))
-    return sweep.submit(sweep.Sweep.of(list(plans.values())), Path.cwd(), most)
+    return sweep.submit(sweep.Sweep.of(list(plans.values())), Path.cwd(), max_running)
 
 
 def test_points_that_only_say_where_a_run_goes_are_refused(slurm: Slurm) -> None:
@@ -369,8 +369,8 @@ def states(slurm: Slurm, outcome: sweep.SweepOutcome) -> list[str]:
 
 
 def test_a_sweep_is_one_array_whose_runs_are_whole(slurm: Slurm) -> None:
-    outcome = submit_sweep(slurm, 3, most=2)
-    assert (outcome.jobs, outcome.left, states(slurm, outcome)) == ([("17", 3)], [], ["queued"] * 3)
+    outcome = submit_sweep(slurm, 3, max_running=2)
+    assert (outcome.jobs, outcome.unsubmitted, states(slurm, outcome)) == ([("17", 3)], [], ["queued"] * 3)
     runs = [plan.run for plan in outcome.sweep.plans]
     assert outcome.sweep.file.read_text().split() == [run.name for run in runs]
     events_of = [list(events(run)) for run in runs]
@@ -391,9 +391,9 @@ def test_a_sweep_is_one_array_whose_runs_are_whole(slurm: Slurm) -> None:
 def test_a_limit_takes_as_many_as_it_allows_and_the_same_command_submits_the_rest(slurm: Slurm) -> None:
     slurm.says("limit", "11")
     outcome = submit_sweep(slurm, 32)
-    assert ([count for _, count in outcome.jobs], len(outcome.left)) == ([8, 2, 1], 21)
+    assert ([count for _, count in outcome.jobs], len(outcome.unsubmitted)) == ([8, 2, 1], 21)
     assert len(list((slurm.folder / "runs").glob("toy-????????"))) == 11, "what was refused left nothing"
-    assert len(submit_sweep(slurm, 32).left) == 21
+    assert len(submit_sweep(slurm, 32).unsubmitted) == 21
     (slurm.folder / "limit").unlink()
     rest = submit_sweep(slurm, 32)
     assert (sum(count for _, count in rest.jobs), states(slurm, rest)) == (21, ["queued"] * 32)
@@ -428,12 +428,12 @@ def test_runs_of_a_sweep_that_nobody_knows_of_are_not_submitted(
 def test_unequal_points_and_small_arrays_are_several_arrays(slurm: Slurm) -> None:
     slurm.answer(most_tasks=2)
     slurm.says("limit", "3")
-    outcome = submit_sweep(slurm, 5, most=4, odd="resources.nodes=2")
+    outcome = submit_sweep(slurm, 5, max_running=4, odd="resources.nodes=2")
     runs = [plan.run for plan in outcome.sweep.plans]
-    assert (outcome.jobs, outcome.left) == ([("17", 2), ("19", 1)], [runs[1].name, runs[3].name])
+    assert (outcome.jobs, outcome.unsubmitted) == ([("17", 2), ("19", 1)], [runs[1].name, runs[3].name])
     (slurm.folder / "limit").unlink()
-    rest = submit_sweep(slurm, 5, most=4, odd="resources.nodes=2")
-    assert (rest.jobs, rest.left, states(slurm, rest)) == ([("20", 2)], [], ["queued"] * 5)
+    rest = submit_sweep(slurm, 5, max_running=4, odd="resources.nodes=2")
+    assert (rest.jobs, rest.unsubmitted, states(slurm, rest)) == ([("20", 2)], [], ["queued"] * 5)
     assert [now.job_id for now in views(runs)] == ["17_0", "20_0", "17_1", "20_1", "19_0"]
     arrays = {0: ["--array=0-1%2", "--nodes=1"], 4: ["--array=0%1", "--nodes=1"], 1: ["--array=0-1%4", "--nodes=2"]}
     for first, options in arrays.items():

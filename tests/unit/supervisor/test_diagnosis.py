@@ -228,9 +228,9 @@ def test_a_command_reports_by_its_exit_code(facts: Facts, ends: Sequence[RankRep
 def test_the_end_of_a_rank_says_where_and_why() -> None:
     error = failed(3, step=12, samples=[4, 7], traceback="Traceback ...")
     expected = {"rank": 3, "node": "n2", "step": 12, "samples": [4, 7], "traceback": "Traceback ..."}
-    found = verdict(Facts(exits=exits((3, 1))), [error])
-    assert {key: getattr(found, key) for key in expected} == expected
-    assert "ValueError: no" in str(found.error) and not found.everywhere
+    diagnosed = verdict(Facts(exits=exits((3, 1))), [error])
+    assert {key: getattr(diagnosed, key) for key in expected} == expected
+    assert "ValueError: no" in str(diagnosed.error) and not diagnosed.everywhere
 
 
 @pytest.mark.parametrize(
@@ -246,8 +246,8 @@ def test_the_end_of_a_rank_says_where_and_why() -> None:
     ],
 )
 def test_an_error_of_all_nodes_is_no_nodes_fault(ends: Sequence[RankReport], everywhere: bool) -> None:
-    found = verdict(Facts(exits=exits((ends[0].rank, 1))), ends)
-    assert (found.everywhere, found.alone) == (everywhere, not everywhere)
+    diagnosed = verdict(Facts(exits=exits((ends[0].rank, 1))), ends)
+    assert (diagnosed.everywhere, diagnosed.alone) == (everywhere, not everywhere)
 
 
 def test_on_one_node_an_error_is_everywhere() -> None:
@@ -277,25 +277,27 @@ EVIDENCE: list[tuple[str, Facts, Sequence[RankReport], str | None, str | None, b
 def test_what_makes_deaths_alike_and_what_speaks_against_a_node(
     facts: Facts, ends: Sequence[RankReport], signature: str | None, evidence: str | None, alone: bool
 ) -> None:
-    found = verdict(facts, ends)
-    assert (found.signature, found.alone) == (signature, alone)
-    assert (evidence or "") in (found.evidence or "") and bool(evidence) == bool(found.evidence)
+    diagnosed = verdict(facts, ends)
+    assert (diagnosed.signature, diagnosed.alone) == (signature, alone)
+    assert (evidence or "") in (diagnosed.evidence or "") and bool(evidence) == bool(diagnosed.evidence)
 
 
 def test_a_sick_device_is_the_cause_wherever_a_rank_failed_first() -> None:
     sick = RankExited(
         serial=9, attempt=2, rank=3, code=-9, device="cuda:0 on n2: row remap pending", device_is_sick=True
     )
-    found = verdict(Facts(exits=[*exits((1, 1)), (sick, "n2")]), [failed(1)])
-    assert (found.node, found.nature, found.evidence) == ("n2", "hardware", sick.device)
-    assert found.error == "rank 1: ValueError: no; cuda:0 on n2: row remap pending"
+    diagnosed = verdict(Facts(exits=[*exits((1, 1)), (sick, "n2")]), [failed(1)])
+    assert (diagnosed.node, diagnosed.nature, diagnosed.evidence) == ("n2", "hardware", sick.device)
+    assert diagnosed.error == "rank 1: ValueError: no; cuda:0 on n2: row remap pending"
 
 
 def test_what_a_device_says_is_shown_where_it_may_be_the_reason() -> None:
     facts = {"device": "cuda:0 on n1: 2 uncorrected ECC errors", "device_memory": "cuda:0 on n1: process 7 of alice"}
     for end, words in ((failed(1), facts["device"]), (failed(1, out_of_memory="GPU"), facts["device_memory"])):
-        found = verdict(Facts(exits=exits((1, 1), **facts)), [end])
-        assert str(found.error).endswith(f"; {words}") and found.evidence is None, "errors of another day are none"
+        diagnosed = verdict(Facts(exits=exits((1, 1), **facts)), [end])
+        assert str(diagnosed.error).endswith(f"; {words}") and diagnosed.evidence is None, (
+            "errors of another day are none"
+        )
 
 
 def test_a_death_without_an_end_has_the_step_of_its_page() -> None:
@@ -322,8 +324,8 @@ def test_memory_is_for_a_programmer_and_a_program_that_is_not_there_too() -> Non
 def test_the_memory_that_was_used_is_named_where_it_may_be_the_reason(
     facts: Facts, ends: Sequence[RankReport], cause: Cause, words: str
 ) -> None:
-    found = verdict(facts, ends, peak_bytes=3 * GIB)
-    assert found.cause == cause and words in str(found.error)
+    diagnosed = verdict(facts, ends, peak_bytes=3 * GIB)
+    assert diagnosed.cause == cause and words in str(diagnosed.error)
 
 
 def test_a_silent_exit_shows_what_the_rank_printed_and_a_full_disk_explains_it() -> None:
