@@ -61,7 +61,7 @@ class Mirror:
         self._process: subprocess.Popen[str] | None = None
         self._start_at = 0.0
 
-    def look(self) -> None:
+    def keep_running(self) -> None:
         """Start a process where none runs, and warn of its failure. Called each half second."""
         if self._process is not None and self._process.poll() is not None:
             self._say(self._process.communicate()[0])
@@ -80,7 +80,7 @@ class Mirror:
     def end(self, result: Any) -> None:
         """The run has finished with this result."""
         self._start_at = 0.0
-        self.look()
+        self.keep_running()
         if self._process is not None and self._process.stdin is not None:
             with suppress(BrokenPipeError):  # the process has failed: `wait` says it
                 print(json.dumps(as_plain(result)), file=self._process.stdin, flush=True)

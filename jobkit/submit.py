@@ -114,8 +114,8 @@ def add_follow_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def manner_of(arguments: argparse.Namespace) -> FollowOptions:
-    """Return the manner that the options say. Raises InputError for two that exclude each other."""
+def follow_options(arguments: argparse.Namespace) -> FollowOptions:
+    """Return what the options say. Raises InputError for two that exclude each other."""
     if arguments.follow and (arguments.detach or arguments.json):
         other = "--detach" if arguments.detach else "--json"
         raise InputError(f"{other} returns at once", key="--follow", hint="give one of them")
@@ -134,7 +134,7 @@ def run(arguments: argparse.Namespace) -> int:
     from jobkit.submission import after
     from jobkit.submission.plan import target
 
-    manner, runs_dir, fork = manner_of(arguments), runs_dir_of(arguments.runs_dir), _fork_of(arguments)
+    options, runs_dir, fork = follow_options(arguments), runs_dir_of(arguments.runs_dir), _fork_of(arguments)
     source = read_source(arguments.experiment, arguments.overrides)
     for note in source.notes:
         print(note, file=sys.stderr)
@@ -142,7 +142,7 @@ def run(arguments: argparse.Namespace) -> int:
         from jobkit.config.points import points
 
         if (listed := points(source, arguments.sweep, arguments.sweep_file)) is not None:
-            return _sweep(arguments, source, listed, manner, fork)
+            return _sweep(arguments, source, listed, options, fork)
     if arguments.max_running:
         raise InputError("there is no sweep", key="--max-running", hint="see --sweep and --sweep-file")
     loaded = source.loaded()
@@ -153,7 +153,7 @@ def run(arguments: argparse.Namespace) -> int:
         plan = fork.at(plan)
     if arguments.dry_run:
         return _dry_run(plan, fork)
-    return _start(plan, Path.cwd(), "new" if arguments.fresh else "newest", manner, fork)
+    return _start(plan, Path.cwd(), "new" if arguments.fresh else "newest", options, fork)
 
 
 def _fork_of(arguments: argparse.Namespace) -> Fork | None:
@@ -169,7 +169,7 @@ def _fork_of(arguments: argparse.Namespace) -> Fork | None:
     return Fork.of(arguments.start, weights_only=arguments.weights_only, runs_dir=runs_dir)
 
 
-def resume(run: RunDir, manner: FollowOptions) -> int:
+def resume(run: RunDir, options: FollowOptions) -> int:
     """Continue a run as it was last submitted: its config, its code, its place. Returns the exit code.
 
     The config that others could have written is refused before it is read.
@@ -188,7 +188,7 @@ def resume(run: RunDir, manner: FollowOptions) -> int:
     loaded = after.resolve(load(run.config_file, is_own=True), (), run.path.parent, may_be_gone=bool(status.attempts))
     place = target(loaded.config, local=False, cluster=submitted.entry if submitted is not None else None)
     enter_folder(submitted)
-    return _start(plan_of(loaded, run.path.parent, place, run.code).at(run), None, "this", manner)
+    return _start(plan_of(loaded, run.path.parent, place, run.code).at(run), None, "this", options)
 
 
 def plan_of(loaded: Loaded, runs_dir: Path, place: Target, folder: Path | None = None) -> LaunchPlan:
@@ -206,7 +206,7 @@ def plan_of(loaded: Loaded, runs_dir: Path, place: Target, folder: Path | None =
     return plan
 
 
-def _start(plan: LaunchPlan, code: Path | None, which: Which, manner: FollowOptions, fork: Fork | None = None) -> int:
+def _start(plan: LaunchPlan, code: Path | None, which: Which, options: FollowOptions, fork: Fork | None = None) -> int:
     """Start the run of a plan, and stay with it where that is wanted; returns the exit code."""
     from jobkit.disk import may_return
     from jobkit.submission import transaction
@@ -216,15 +216,15 @@ def _start(plan: LaunchPlan, code: Path | None, which: Which, manner: FollowOpti
 
     with Signals() as signals:
         outcome = transaction.submit(
-            plan, code, which=which, job_exists=signals.job_exists, prepare=_preparation(manner, fork)
+            plan, code, which=which, job_exists=signals.job_exists, prepare=_preparation(options, fork)
         )
         if not outcome.started and not outcome.before.is_over:
-            notify.keep(outcome.run, manner.notify)
+            notify.keep(outcome.run, options.notify)
         try:
-            if manner.as_json:
+            if options.as_json:
                 return _print_json(outcome)
             _announce(outcome)
-            if outcome.process is not None and not manner.detach:
+            if outcome.process is not None and not options.detach:
                 return follow_local(outcome.run, outcome.process, signals)
         except OSError as error:
             if not (outcome.started and may_return(error)):
@@ -233,10 +233,10 @@ def _start(plan: LaunchPlan, code: Path | None, which: Which, manner: FollowOpti
             raise JobkitError(
                 f"{outcome.run.name} has started; its output cannot be shown: {error}; see {seen}"
             ) from error
-    return follow(outcome.run) if manner.follow and outcome.before.state != State.FINISHED else EXIT_FINISHED
+    return follow(outcome.run) if options.follow and outcome.before.state != State.FINISHED else EXIT_FINISHED
 
 
-def _preparation(manner: FollowOptions, fork: Fork | None) -> Callable[[LaunchPlan], None]:
+def _preparation(options: FollowOptions, fork: Fork | None) -> Callable[[LaunchPlan], None]:
     """Return the function that prepares the directory of each run that starts, before there is a job."""
     from jobkit.run import secrets
     from jobkit.supervisor import notify
@@ -249,13 +249,13 @@ def _preparation(manner: FollowOptions, fork: Fork | None) -> Callable[[LaunchPl
             print(line, file=sys.stderr)
         if fork is not None:
             fork.bring(plan)
-        notify.keep(plan.run, manner.notify)
+        notify.keep(plan.run, options.notify)
 
     return prepare
 
 
 def _sweep(
-    arguments: argparse.Namespace, source: Source, points: list[Point], manner: FollowOptions, fork: Fork | None
+    arguments: argparse.Namespace, source: Source, points: list[Point], options: FollowOptions, fork: Fork | None
 ) -> int:
     """Submit the runs of a sweep, or show them; returns the exit code."""
     from jobkit.run.runs import runs_dir_of
@@ -275,7 +275,7 @@ def _sweep(
         loaded = [(words, after.resolve(point, arguments.after, runs_dir)) for words, point in loaded]
     place = target(config, local=arguments.local, cluster=arguments.cluster)
     is_here = place.scheduler == "local"
-    if manner.follow and not is_here:
+    if options.follow and not is_here:
         raise InputError(
             "it shows one run", key="--follow", hint=f"see `{program('wait')}` and `{program('list')} --watch`"
         )
@@ -293,12 +293,12 @@ def _sweep(
                 Path.cwd(),
                 arguments.max_running,
                 signals,
-                prepare=_preparation(manner, fork),
-                detach=manner.detach,
-                as_json=manner.as_json,
+                prepare=_preparation(options, fork),
+                detach=options.detach,
+                as_json=options.as_json,
             )
-        outcome = sweep.submit(planned, Path.cwd(), arguments.max_running, _preparation(manner, fork))
-    if manner.as_json:
+        outcome = sweep.submit(planned, Path.cwd(), arguments.max_running, _preparation(options, fork))
+    if options.as_json:
         import json
 
         print(json.dumps(outcome.as_json()))

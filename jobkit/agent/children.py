@@ -259,7 +259,7 @@ class Children:
         self._looked_at = now
         for child in self._alive.values():
             beat = child.page.read()
-            seconds = child.watch.look(beat, now)
+            seconds = child.watch.silence(beat, now)
             if seconds is not None and self.attempt is not None:
                 in_step = beat.phase is Phase.STEPPING
                 messages.append(

@@ -1,6 +1,6 @@
 """The watchdog's limits: how long a rank may be silent. The agent asks it about the beats in each rank's page.
 
-    rank --beat--> Page --Page.read()--> Watch.look() --> seconds of silence --Silent--> supervisor
+    rank --beat--> Page --Page.read()--> Watch.silence() --> seconds of silence --Silent--> supervisor
 
 Another process watches, because a rank that is stopped, or loops in C, cannot notice its own silence. Nothing is ended
 here: supervisor/running.py decides that.
@@ -53,14 +53,14 @@ class Watch:
     `command:`; once it beats it is watched.
 
         watch = Watch(silence_of(config.watchdog), not config.command, time.monotonic())
-        if (seconds := watch.look(page.read(), time.monotonic())) is not None: ...    # Silent(seconds=seconds)
+        if (seconds := watch.silence(page.read(), time.monotonic())) is not None: ...    # Silent(seconds=seconds)
     """
 
     def __init__(self, silence: float | None, watches: bool, now: float) -> None:
         self._silence, self._watches = silence, watches
         self._beats, self._since, self._looked = 0, now, now
 
-    def look(self, beat: Beat, now: float) -> float | None:
+    def silence(self, beat: Beat, now: float) -> float | None:
         """Return how long the rank has been silent, if that is too long; to be called every few seconds."""
         was_stopped = now - self._looked > GAP_SECONDS
         self._looked = now

@@ -83,7 +83,7 @@ class Checkpointer:
         self,
         folder: Path,
         ranks: RankGroup,
-        place: RankPosition,
+        position: RankPosition,
         *,
         attempt: int,
         keep: int,
@@ -96,11 +96,11 @@ class Checkpointer:
         device: torch.device | None = None,
     ) -> None:
         """`before`: begin with a state older than this step, where there is one. `device` is this rank's own."""
-        self.ranks, self.place = ranks, place
+        self.ranks, self.position = ranks, position
         self.store = Store(folder, str(attempt))
-        self.stager = Stager(place, ranks)
+        self.stager = Stager(position, ranks)
         self._keep, self._check_lease, self._best_mode, self._beat = keep, check_lease, best_mode, beat
-        self._disk_ranks = ranks if not place.disks else RankGroup.of_parts(place.disks)
+        self._disk_ranks = ranks if not position.disks else RankGroup.of_parts(position.disks)
         self._thread_ranks = RankGroup.of_world() if ranks.world_size > 1 else ranks
         # A thread begins with device 0, where its first call of CUDA would take memory from another rank.
         is_apart = device is not None and device.index is not None
@@ -111,7 +111,7 @@ class Checkpointer:
         )
         self._write: Future[Outcome] | None = None
         self._outcomes: list[Outcome] = []
-        self.snapshots = Snapshots(slots, self.stager, place, self._thread_ranks, attempt, note_snapshot)
+        self.snapshots = Snapshots(slots, self.stager, position, self._thread_ranks, attempt, note_snapshot)
         self.set_aside: list[tuple[int, str]] = []
         """Damaged checkpoints that were found, and why."""
         self.durable_step: int | None = None
@@ -199,7 +199,7 @@ class Checkpointer:
         """Read entries from the checkpoint. If it is damaged, the one before it is read over it, into all entries so
         far. Raises CheckpointError where entries do not fit, or where no checkpoint verifies."""
         self._entries += entries
-        self.stager.walkers(entries)  # in each attempt, so that an optimizer's parameters have the same names in all
+        self.stager.finders(entries)  # in each attempt, so that an optimizer's parameters have the same names in all
         self._restore(entries)
         if self._weights is not None:
             self._read_weights(self._weights, [entry for entry in entries if isinstance(entry.live, nn.Module)])
@@ -322,7 +322,7 @@ class Checkpointer:
         return replace(outcome, gave_way=gave_way)
 
     def _try_to_write(self, pending: Pending, folder: Path, began: float) -> Outcome:
-        ranks, name = self._thread_ranks, f"rank_{self.place.rank}.safetensors"
+        ranks, name = self._thread_ranks, f"rank_{self.position.rank}.safetensors"
         info: ShardInfo | None = None
         problem: OSError | None = None
         try:
@@ -330,7 +330,7 @@ class Checkpointer:
             info = write_shard(folder / name, pending.staged)
         except OSError as error:
             problem = error
-        failure = None if problem is None else (f"rank {self.place.rank}: {problem}", is_full(problem))
+        failure = None if problem is None else (f"rank {self.position.rank}: {problem}", is_full(problem))
         answers = ranks.gather((name, info, failure, pending.staged.nbytes, pending.staged.pickled))
         failed = next((answer[2] for answer in answers if answer[2] is not None), None)
         if failed is not None:
@@ -351,12 +351,12 @@ class Checkpointer:
         """On the first rank of each disk: give the checkpoint its name, if this attempt still owns the run."""
         if not self._disk_ranks.is_main:
             return
-        if self.place.disks:  # each disk has the shards of its own ranks
-            shards = {f"rank_{rank}.safetensors": shards[f"rank_{rank}.safetensors"] for rank in self.place.peers}
+        if self.position.disks:  # each disk has the shards of its own ranks
+            shards = {f"rank_{rank}.safetensors": shards[f"rank_{rank}.safetensors"] for rank in self.position.peers}
         self._check_lease()
         manifest = Manifest(
             step=pending.step,
-            world_size=self.place.world_size,
+            world_size=self.position.world_size,
             shards=shards,
             entries=pending.entries,
             extra=with_results(pending.extra),

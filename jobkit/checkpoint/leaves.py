@@ -87,7 +87,7 @@ class LeafFinder:
 
 
 def finder_of(entry: Entry, names: Mapping[int, str]) -> LeafFinder:
-    """Return the walker for an entry. `names` has the names of parameters, by id."""
+    """Return the finder for an entry. `names` has the names of parameters, by id."""
     live = plain_module(entry.live)
     if isinstance(live, Optimizer) and hasattr(live, "local_optimizer"):
         return _OptimizerFinder(live.local_optimizer, names, live)

@@ -135,14 +135,14 @@ class Snapshots:
         self,
         slots: tuple[int, int] | None,
         stager: Stager,
-        place: RankPosition,
+        position: RankPosition,
         ranks: RankGroup,
         attempt: int,
         note: Callable[[int], None] = lambda step: None,
     ) -> None:
         """`note` hears the step of each snapshot that is complete on this rank."""
         self._slots = None if slots is None else tuple(map(Slot, slots))
-        self._stager, self._place, self._ranks, self._attempt = stager, place, ranks, attempt
+        self._stager, self._position, self._ranks, self._attempt = stager, position, ranks, attempt
         self._note = note
         self.complete = 0
         """The number of the newest snapshot that is complete on this rank, its neighbour's copy included."""
@@ -158,7 +158,7 @@ class Snapshots:
 
     @property
     def _nodes(self) -> int:
-        return self._place.world_size // self._place.local_world_size
+        return self._position.world_size // self._position.local_world_size
 
     # Taking
 
@@ -206,7 +206,7 @@ class Snapshots:
         assert self._slots is not None
         present = sum(slot.size for slot in self._slots)
         grows = self._slots[(self._first + self._number) % 2].size < room
-        needed = (2 * room - present) * self._place.local_world_size
+        needed = (2 * room - present) * self._position.local_world_size
         lacks = grows and needed > SHARE * free_bytes()
         if self._stager.ranks.anywhere(lacks):
             if self._stager.ranks.is_main:
@@ -226,8 +226,8 @@ class Snapshots:
         mine = Record(
             step=step,
             attempt=self._attempt,
-            world_size=self._place.world_size,
-            rank=self._place.rank,
+            world_size=self._position.world_size,
+            rank=self._position.rank,
             info=info.as_json(),
             begin=RECORD,
             entries=entries,
@@ -243,7 +243,7 @@ class Snapshots:
 
     def _exchange(self, slot: Slot, mine: Record, end: int) -> Record:
         """Send this rank's shard to the next node, and keep the one that comes from the node before."""
-        by = self._place.local_world_size
+        by = self._position.local_world_size
         text = json.dumps(vars(mine)).encode()
         other = self._ranks.shift(torch.frombuffer(bytearray(text), dtype=torch.uint8), by)
         theirs = Record(**json.loads(other.numpy().tobytes()))
@@ -262,7 +262,7 @@ class Snapshots:
         present = {} if self._slots is None else self._records()
         facts = [fact for fact in present if fact[0] not in self._refused and (before is None or fact[0] < before)]
         holders = self._stager.ranks.gather(facts)
-        ranks = range(self._place.world_size)
+        ranks = range(self._position.world_size)
         states = {fact[:2] for facts in holders for fact in facts}
         whole = [state for state in states if all(any((*state, rank) in facts for facts in holders) for rank in ranks)]
         newest = max((state for state in whole if state[0] > (-1 if after is None else after)), default=None)
@@ -280,7 +280,7 @@ class Snapshots:
             (record.step, record.attempt, record.rank): (slot, record)
             for slot in self._slots
             for record in slot.records()
-            if record.world_size == self._place.world_size
+            if record.world_size == self._position.world_size
         }
 
     def _source(
@@ -290,11 +290,11 @@ class Snapshots:
         holders: Sequence[Sequence[Fact]],
     ) -> Source | None:
         """Bring each rank's shard to it, and return the snapshot as a source. None where a header is damaged."""
-        ranks, own_rank, step = self._stager.ranks, self._place.rank, state[0]
+        ranks, own_rank, step = self._stager.ranks, self._position.rank, state[0]
         if (mine := present.get((*state, own_rank))) is not None:
             slot, record = mine
             file = FileIO(slot.descriptor, closefd=False)
-        for rank in range(self._place.world_size):
+        for rank in range(self._position.world_size):
             if (*state, rank) in holders[rank]:
                 continue
             giver = next(number for number, facts in enumerate(holders) if (*state, rank) in facts)
@@ -324,7 +324,7 @@ class Snapshots:
         name = "rank_{}.safetensors".format
         manifest = Manifest(
             step=step,
-            world_size=self._place.world_size,
+            world_size=self._position.world_size,
             shards={name(rank): fact[0] for rank, fact in enumerate(facts)},
             entries=record.entries,
             extra=ranks.broadcast(record.extra),

@@ -22,10 +22,10 @@ def check_replicas(entries: Sequence[Entry], stager: Stager, ranks: RankGroup) -
     if ranks.world_size == 1:
         return
     digests: list[tuple[str, str]] = []
-    for entry, walker in stager.walkers(entries):
+    for entry, finder in stager.finders(entries):
         if entry.scope == "rank":
             continue
-        for path, leaf in walker.find().tensors.items():
+        for path, leaf in finder.find().tensors.items():
             if isinstance(leaf, DTensor) or path in entry.rank_keys:
                 continue
             data = leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data

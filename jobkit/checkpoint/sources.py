@@ -131,8 +131,8 @@ class _Reading:
 
     def __init__(self, source: Source, entries: Sequence[Entry], stager: Stager, ranks: RankGroup) -> None:
         self.source, self.entries, self.ranks = source, entries, ranks
-        self.place = stager.place
-        self.walkers = stager.walkers(entries)
+        self.place = stager.position
+        self.finders = stager.finders(entries)
         self.files = shard.names(list(source.manifest.shards))
         for name in self.files:
             if name not in source.pieces:
@@ -151,8 +151,8 @@ class _Reading:
         """Leaves that some ranks alone have."""
         self._missing: set[tuple[int, str]] = set()
         """Pieces that this rank needs and cannot open: (number of the file, key)."""
-        for entry, walker in self.walkers:
-            self._adopt(entry, walker)
+        for entry, finder in self.finders:
+            self._adopt(entry, finder)
         self.skeletons: dict[str, Any] = {}
 
     def _all_shapes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -163,7 +163,7 @@ class _Reading:
                 shapes[piece.name] = piece.dtype, piece.whole if piece.whole is not None else piece.shape
         return shapes
 
-    def _adopt(self, entry: Entry, walker: LeafFinder) -> None:
+    def _adopt(self, entry: Entry, finder: LeafFinder) -> None:
         """Find the live tensors of an entry, and refuse a checkpoint that has others."""
         saved: dict[str, str] = {}
         for is_own in (False, True):
@@ -174,7 +174,7 @@ class _Reading:
                 rank, _, path = name.partition(f":{entry.name}/")
                 if path and rank.isdigit():
                     saved.setdefault(path, name)
-        live = walker.adopt(None, {path: self._shapes[name] for path, name in saved.items()})
+        live = finder.adopt(None, {path: self._shapes[name] for path, name in saved.items()})
         if missing := [path for path in live.tensors if path not in saved]:
             raise CheckpointError(f"{entry.name}: the checkpoint of step {self.source.step} has no {_joined(missing)}")
         self._others += [name for path, name in saved.items() if path not in live.tensors]
@@ -300,9 +300,9 @@ class _Reading:
         """Copy to devices, and give objects their plain values."""
         for sink in self.sinks.values():
             sink.finish()
-        for entry, walker in self.walkers:
+        for entry, finder in self.finders:
             skeleton = self.skeletons.get(f"{self.counterpart}:{entry.name}")
-            walker.finish(skeleton, self.leaves[entry.name], may_unpickle=self.source.may_unpickle)
+            finder.finish(skeleton, self.leaves[entry.name], may_unpickle=self.source.may_unpickle)
 
 
 def _buckets(parts: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

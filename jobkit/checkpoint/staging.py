@@ -1,6 +1,6 @@
 """The copy that the training loop waits for: this rank's part of a checkpoint, in host memory that is kept.
 
-    entries --walkers--> leaves --divide--> pieces --one _foreach_copy_--> slab (or a slot in memory)
+    entries --finders--> leaves --divide--> pieces --one _foreach_copy_--> slab (or a slot in memory)
                                                                            |
     loop goes on                                                     Staged, for write_shard
 
@@ -150,13 +150,13 @@ class Stager:
     staged = Stager(RankPosition(), RankGroup.alone()).copy_to_host([Entry(name="model", live=model)])
     """
 
-    def __init__(self, place: RankPosition, ranks: RankGroup) -> None:
-        self.place, self.ranks = place, ranks
-        self._walkers: dict[str, tuple[Entry, LeafFinder]] = {}
+    def __init__(self, position: RankPosition, ranks: RankGroup) -> None:
+        self.position, self.ranks = position, ranks
+        self._finders: dict[str, tuple[Entry, LeafFinder]] = {}
         self._forms: dict[str, list[tuple[Any, ...]]] = {}
         """Name, dtype, shape and placement of each leaf, by entry."""
         self._versions: dict[str, tuple[int, int]] = {}
-        """The walker of each entry, and its version, at the last copy."""
+        """The finder of each entry, and its version, at the last copy."""
         self._pieces: list[Piece] = []
         self._numbers: dict[str, list[int]] = {}
         """The pieces of each leaf."""
@@ -177,20 +177,20 @@ class Stager:
         """True where the copies are to be pinned, which serves all devices: tensors of a GPU are among them."""
         return bool(self._gpus)
 
-    def walkers(self, entries: Sequence[Entry]) -> list[tuple[Entry, LeafFinder]]:
-        """Return the walker of each entry; it is kept as long as the entry has the same object.
+    def finders(self, entries: Sequence[Entry]) -> list[tuple[Entry, LeafFinder]]:
+        """Return the finder of each entry; it is kept as long as the entry has the same object.
 
         An optimizer's parameters have the names that the modules known until then give them.
         """
-        all_entries = [*(entry for entry, _ in self._walkers.values()), *entries]
+        all_entries = [*(entry for entry, _ in self._finders.values()), *entries]
         modules = [(entry.name, entry.live) for entry in all_entries if isinstance(entry.live, torch.nn.Module)]
         names: dict[int, str] | None = None
         for entry in entries:
-            present = self._walkers.get(entry.name)
+            present = self._finders.get(entry.name)
             if present is None or present[0].live is not entry.live:
                 names = names_of(modules) if names is None else names
-                self._walkers[entry.name] = (entry, finder_of(entry, names))
-        return [self._walkers[entry.name] for entry in entries]
+                self._finders[entry.name] = (entry, finder_of(entry, names))
+        return [self._finders[entry.name] for entry in entries]
 
     def copy_to_host(self, entries: Sequence[Entry]) -> Staged:
         """Return this rank's copy of the state, in the kept slab. All ranks call it."""
@@ -243,7 +243,7 @@ class Stager:
 
     def lives(self, entries: Sequence[Entry]) -> dict[str, Leaves]:
         """Return the leaves and plain values of each entry as they are now, by its name."""
-        return {entry.name: walker.find() for entry, walker in self.walkers(entries)}
+        return {entry.name: finder.find() for entry, finder in self.finders(entries)}
 
     # The layout
 
@@ -251,13 +251,13 @@ class Stager:
         """Find the leaves; lay them out again if they changed. Returns the skeletons, and first paths of pickled
         values."""
         skeletons, pickled, lives, changed = {}, [], [], []
-        for entry, walker in self.walkers(entries):
-            live = walker.find()
+        for entry, finder in self.finders(entries):
+            live = finder.find()
             lives.append((entry, live))
-            if self._versions.get(entry.name) != (id(walker), walker.version):
-                self._versions[entry.name] = id(walker), walker.version
+            if self._versions.get(entry.name) != (id(finder), finder.version):
+                self._versions[entry.name] = id(finder), finder.version
                 changed.append((entry, live))
-            skeletons[_prefix(entry, self.place.rank)] = live.skeleton
+            skeletons[_prefix(entry, self.position.rank)] = live.skeleton
             pickled += [f"{entry.name}/{path}" for path in live.pickled[:NAMED]]
         self._lay_out(lives, changed)
         return skeletons, pickled
@@ -267,16 +267,16 @@ class Stager:
         forms = {entry.name: [_form(path, leaf) for path, leaf in live.tensors.items()] for entry, live in changed}
         is_new = len(lives) != len(self._forms) or any(form != self._forms.get(name) for name, form in forms.items())
         if self.ranks.anywhere(is_new):
-            self._divide(list(_named_leaves(lives, self.place.rank)))
+            self._divide(list(_named_leaves(lives, self.position.rank)))
             self._forms = {entry.name: [_form(*leaf) for leaf in live.tensors.items()] for entry, live in lives}
             self._sources = [_NOTHING] * len(self._pieces)
             changed = lives
         for entry, live in changed:
-            for name, leaf, _ in _named_leaves([(entry, live)], self.place.rank):
+            for name, leaf, _ in _named_leaves([(entry, live)], self.position.rank):
                 numbers = self._numbers.get(name, [])
                 for number in numbers:
                     self._sources[number] = _source(_local(leaf), self._pieces[number])
-                if not self._walkers[entry.name][1].keeps_leaves:
+                if not self._finders[entry.name][1].keeps_leaves:
                     self._passing += numbers
         if changed:
             self._gpus = list(dict.fromkeys(source.device for source in self._sources if source.is_cuda))
@@ -286,23 +286,23 @@ class Stager:
         shared = {name: leaf for name, leaf, is_own in leaves if not is_own and not isinstance(leaf, DTensor)}
         everywhere, holders = self._holders(list(shared))
         divided = [(name, shared[name]) for name in everywhere]
-        peers = self.place.peers
+        peers = self.position.peers
         pieces = []
-        own_part = divide([leaf.numel() for _, leaf in divided], len(peers))[peers.index(self.place.rank)]
+        own_part = divide([leaf.numel() for _, leaf in divided], len(peers))[peers.index(self.position.rank)]
         for item, begin, end in own_part:
             name, leaf = divided[item]
             if not leaf.is_contiguous() and leaf.numel():
                 continue
             pieces.append(_range(name, leaf, begin, end))
         for number, (name, leaf) in enumerate(divided):  # nobody divides what is empty or not contiguous
-            if (leaf.numel() == 0 or not leaf.is_contiguous()) and peers[number % len(peers)] == self.place.rank:
+            if (leaf.numel() == 0 or not leaf.is_contiguous()) and peers[number % len(peers)] == self.position.rank:
                 pieces.append(Piece(name, leaf.dtype, tuple(leaf.shape)))
         for name, leaf in shared.items():
-            if name in holders and min(set(holders[name]) & set(peers)) == self.place.rank:
+            if name in holders and min(set(holders[name]) & set(peers)) == self.position.rank:
                 pieces.append(Piece(name, leaf.dtype, tuple(leaf.shape)))
         boxes = [piece for name, leaf, _ in leaves if isinstance(leaf, DTensor) for piece in boxes_of(name, leaf)]
         writers = self._writers([piece.key for piece in boxes])
-        pieces += [piece for piece in boxes if writers[piece.key] == self.place.rank]
+        pieces += [piece for piece in boxes if writers[piece.key] == self.position.rank]
         pieces += [
             Piece(name, leaf.dtype, tuple(leaf.shape))
             for name, leaf, is_own in leaves
@@ -324,7 +324,7 @@ class Stager:
             return {}
         writers: dict[str, int] = {}
         for rank, present in enumerate(self.ranks.gather(keys)):
-            if rank in self.place.peers:
+            if rank in self.position.peers:
                 writers = {**dict.fromkeys(present, rank), **writers}
         return writers
 

@@ -115,10 +115,12 @@ def cancel(runs: Sequence[RunDir], *, grace: bool = True) -> Iterator[tuple[int,
         for before, now in zip(over, looks.at(views, [before.run for before in over]) or (), strict=False):
             is_ours = now.status.person_submission == before.status.person_submission
             if now.is_over and is_ours:
-                settled = looks.at(_settle, now)  # under the lock, for which another command may have been first
-                if settled is None:
+                journaled = looks.at(
+                    _journal_cancel, now
+                )  # under the lock, for which another command may have been first
+                if journaled is None:
                     continue
-                now = settled
+                now = journaled
                 is_ours = now.status.person_submission == before.status.person_submission
             if not is_ours:
                 waiting.remove(before)
@@ -133,7 +135,7 @@ def cancel(runs: Sequence[RunDir], *, grace: bool = True) -> Iterator[tuple[int,
         if grace or before.answered:
             yield EXIT_FAILED, _unanswered(before.run)
         else:  # its cluster may be gone for good; a job of it that lives is fenced off by the next submission
-            yield EXIT_FINISHED, _outcome(_settle(before, is_unheard=True))
+            yield EXIT_FINISHED, _outcome(_journal_cancel(before, is_unheard=True))
 
 
 def _end_job(now: View, number: int) -> None:
@@ -146,7 +148,7 @@ def _end_job(now: View, number: int) -> None:
             os.killpg(os.getpgid(pid), number)
 
 
-def _settle(now: View, *, is_unheard: bool = False) -> View:
+def _journal_cancel(now: View, *, is_unheard: bool = False) -> View:
     """Journal the cancel of a run whose job is gone without a word, or whose attempt ended otherwise meanwhile.
 
     Slurm is not asked again: a job of the same token that was gone does not come back.

@@ -23,16 +23,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Submit each run's own config again, with its own code. Several runs here go into the background."""
     runs = confirmed(arguments)
-    manner = submit.manner_of(arguments)
+    options = submit.follow_options(arguments)
     if len(runs) > 1:
-        if manner.follow:
+        if options.follow:
             raise InputError("it shows one run", key="--follow", found=f"{len(runs)} runs", hint="see `logs -f`")
-        manner = dataclasses.replace(manner, detach=True)
+        options = dataclasses.replace(options, detach=True)
     folder = Path.cwd()
 
     def one_run(run: RunDir) -> int:
         try:
-            return submit.resume(run, manner)
+            return submit.resume(run, options)
         finally:
             os.chdir(folder)  # the submission goes to the run's own
 

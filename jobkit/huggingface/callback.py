@@ -168,7 +168,7 @@ class JobkitCallback(transformers.TrainerCallback):
         """Stop within an evaluation. Trainer makes as many of these steps on all ranks."""
         if not self._loop.outside():
             self.ctx._rank.beat_again()
-        self._loop.look()
+        self._loop.stop_if_told()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """An evaluation is a place at which `jobkit verify` interrupts."""

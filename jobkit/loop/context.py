@@ -94,13 +94,13 @@ class Context:
         self._rank, self._ranks = rank, joined.ranks
         self._devices = [joined.device]
         """The devices whose generators this rank has: its own, and those of tracked tensors."""
-        place = RankPosition(
+        position = RankPosition(
             rank.rank, rank.world_size, rank.local_world_size, disks_of(rank.run.path, rank, joined.ranks)
         )
         self._checkpointer = Checkpointer(
             rank.run.checkpoints,
             joined.ranks,
-            place,
+            position,
             attempt=rank.attempt,
             keep=config.checkpoint.keep,
             check_lease=rank.check_lease,
@@ -410,7 +410,7 @@ class Context:
         elif step > self.step:
             self._loop.end_step(Boundary(step, epoch), is_last=is_last, due=evaluates)
         else:
-            self._loop.look()
+            self._loop.stop_if_told()
         if is_last:
             self._loop.end()
         else:

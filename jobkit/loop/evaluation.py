@@ -155,7 +155,7 @@ class Evaluator:
                 ranks.all_or_none(or_stop)
         self._reporter.update(evaluation=None)
         if self._loop.may_be_interrupted:
-            self._loop.look()
+            self._loop.stop_if_told()
         parts: Sequence[dict[int, Any]] = ranks.gather(results) if to_all else ranks.gather_on_main(results)
         return in_order(parts)
 

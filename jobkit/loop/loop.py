@@ -247,7 +247,7 @@ class Loop:
             )
         if decision.bad:
             self._fail()
-        self._checkpoints.look()
+        self._checkpoints.take_outcomes()
         self._timing.report(step)
         self._reporter.update(
             step=step,
@@ -306,7 +306,7 @@ class Loop:
         """Return whether this rank was told to stop, for functions that take long."""
         return self._rank.stop_asked or self._drill_stops("evaluation")
 
-    def look(self) -> None:
+    def stop_if_told(self) -> None:
         """Within functions, on all ranks together: stop if any rank was told to."""
         if not self._ranks.anywhere(self.wants_stop()):
             return
@@ -369,7 +369,7 @@ class Loop:
                     f"{getattr(function, '__name__', 'a function')} of every= returned a {type(result).__name__}: "
                     "expected a dict of numbers, or None"
                 )
-            self.look()
+            self.stop_if_told()
         if self.trace is not None:
             self.trace.take(self._reporter.values_now())
             self.trace.take(values)

@@ -257,7 +257,7 @@ class Reporter:
             self._jobs.popleft()()
         self._write()
         for mirror in self._mirrors:
-            mirror.look()
+            mirror.keep_running()
         self._report()
 
     def _write(self) -> None:

@@ -132,7 +132,7 @@ class SaveSchedule:
             if not pending.is_written:
                 self.checkpointer.write(pending)
             self.checkpointer.wait_for_write()
-            self.look()
+            self.take_outcomes()
             if self.checkpointer.durable_step != pending.step:
                 pending.is_written = False
                 words = self._error or f"the checkpoint of step {pending.step} was not written"
@@ -181,7 +181,7 @@ class SaveSchedule:
     _full: tuple[float, int] | None = None
     """Time and step of the first of the saves in a row for which the disk had no room."""
 
-    def look(self) -> None:
+    def take_outcomes(self) -> None:
         """Take in the outcomes of saves."""
         for outcome in self.checkpointer.collect():
             is_first, self._error = self._error is None, outcome.error
@@ -214,7 +214,7 @@ class SaveSchedule:
         value = self.checkpointer.ranks.broadcast(values.get(self.best.metric))  # rank 0 alone may have one
         if value is not None and self.checkpointer.is_better(value):
             self.checkpointer.mark_best(pending, value)
-            self.look()
+            self.take_outcomes()
 
     def saving(self) -> None:
         """Say that the last checkpoint is being written: nothing else counts from here on."""

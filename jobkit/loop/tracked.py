@@ -150,7 +150,7 @@ class Tracked:
         # Each rank's buffers are its own: BatchNorm's averages differ between ranks at a boundary, also under DDP,
         # which broadcasts rank 0's before the next forward.
         buffers = {f"{prefix}.{key}".lstrip(".") for prefix, part in module.named_modules() for key in part._buffers}
-        several = self.checkpointer.place.world_size > 1
+        several = self.checkpointer.position.world_size > 1
         frozen: set[str] = set()
         if self._weights == "trainable" and any(parameter.requires_grad for parameter in module.parameters()):
             frozen = {key for key, parameter in module.named_parameters() if not parameter.requires_grad}
@@ -275,8 +275,8 @@ class Tracked:
         """Before the first step: raise UsageError for a value that no checkpoint can hold."""
         try:
             self.reshard()
-            for entry, walker in self.checkpointer.stager.walkers(self.entries):
-                for path, leaf in walker.find().tensors.items():
+            for entry, finder in self.checkpointer.stager.finders(self.entries):
+                for path, leaf in finder.find().tensors.items():
                     check_kind(f"{entry.name}/{path}", leaf)
         except CheckpointError as error:
             raise UsageError(f"{error}: no checkpoint could hold it") from error

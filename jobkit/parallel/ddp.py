@@ -38,12 +38,12 @@ class GradientOrder:
         self._seen: dict[str, None] = {}
         """In their order: of a static graph's gradients, which may be added to several times, the last one counts."""
         self._hooks: list[Any] = []
-        self._settling: Any = None
+        self._hook: Any = None
         """The hook of a static graph: all ranks have it until they have laid the buckets out together."""
         if not has_order(model):
             return
         if model.static_graph:
-            self._settling = model.register_forward_pre_hook(lambda *_: self._settle_static_graph())
+            self._hook = model.register_forward_pre_hook(lambda *_: self._fix_static_graph())
         if self._is_first:
             for name, parameter in _reduced(model).items():
                 register: Any = parameter.register_post_accumulate_grad_hook
@@ -86,8 +86,8 @@ class GradientOrder:
             return False
         self._order = chosen
         self._forget_hooks()
-        if self._settling is not None:
-            self._settling.remove()
+        if self._hook is not None:
+            self._hook.remove()
         place = {name: number for number, name in enumerate(chosen)}
         listed = sorted(zip(*model._build_params_for_reducer(), strict=True), key=lambda pair: place[names[pair[0]]])
         parameters, sparse = [parameter for parameter, _ in listed], [is_sparse for _, is_sparse in listed]
@@ -156,7 +156,7 @@ class GradientOrder:
                 *(words, act),
             )
 
-    def settle_in_reverse(self) -> None:
+    def fix_in_reverse(self) -> None:
         """Lay the buckets of a pipeline's stage out before its first step: a schedule runs in between DDP's own looks.
 
         The blocks of a stage are computed in the order of registration. Collective.
@@ -170,7 +170,7 @@ class GradientOrder:
                 self._seen.pop(name, None)
             self._seen[name] = None
 
-    def _settle_static_graph(self) -> None:
+    def _fix_static_graph(self) -> None:
         """Before the second step: DDP itself would do it a step later, and a resumed run another step later still."""
         # Without gradients ranks need not come here together, as in an evaluation.
         if torch.is_grad_enabled() and self.model._static_graph_delay_allreduce_enqueued:

@@ -179,7 +179,7 @@ class Parallelizer:
         if self.stage_group is None:
             self.orders.add(order)
         else:
-            order.settle_in_reverse()
+            order.fix_in_reverse()
         return model
 
     def _shard(self, module: nn.Module) -> None:

@@ -83,7 +83,7 @@ class LaunchFailure:
 class Allocation:
     """The job of a supervisor: here a `job.sh` that a submission started on this machine.
 
-    The loop calls all but `look` in its main thread.
+    The loop calls all but `poll` in its main thread.
     """
 
     host = "127.0.0.1"
@@ -132,7 +132,7 @@ class Allocation:
                     start_new_session=True,  # a signal to the process group of job.sh is for the supervisor alone
                 )
 
-    def launch_failure(self, missing: Collection[str], look: SchedulerReport) -> LaunchFailure | None:
+    def launch_failure(self, missing: Collection[str], report: SchedulerReport) -> LaunchFailure | None:
         """Return why agents that did not say Hello yet will not come; None while they may."""
         code = self._agent.poll() if self._agent is not None else None
         if code is not None:
@@ -174,7 +174,7 @@ class Allocation:
         """Ask the scheduler, in a thread; None if it does not answer."""
         return SchedulerReport(asked_at=time.monotonic())
 
-    def room(self, held_lease: HeldLease, look: SchedulerReport, placement: Placement) -> RestartOptions:
+    def room(self, held_lease: HeldLease, report: SchedulerReport, placement: Placement) -> RestartOptions:
         """Return the room that the job has after an attempt."""
         return RestartOptions(in_place=lambda without: True)
 

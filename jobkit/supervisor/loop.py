@@ -109,7 +109,7 @@ class Supervisor:
         )
         self.starter = Starter(held_lease, allocation, self.agents)
         self.running: Running | None = None
-        self.look = SchedulerReport(asked_at=-math.inf)
+        self.report = SchedulerReport(asked_at=-math.inf)
         """Slurm's newest answer."""
         self._signals = signals
         self._request: Request | None = None
@@ -129,7 +129,7 @@ class Supervisor:
         adopted = self.held_lease.adopted
         running = self._adopt(adopted.began) if adopted is not None else self._next()
         while True:
-            while running.alive and (self.look.runs or self.look.cause == "cancelled"):
+            while running.alive and (self.report.runs or self.report.cause == "cancelled"):
                 self._turn()
             decision = self._close(running)
             notify.tell_waiting(self.held_lease.run)
@@ -167,7 +167,7 @@ class Supervisor:
             self._ask_slurm()  # a launch that fails is explained by its answers
         while not nodes and problem is None and self._reason() is None:
             try:
-                nodes = [] if self._may_be_ended() else self.starter.ready(self.look)
+                nodes = [] if self._may_be_ended() else self.starter.ready(self.report)
             except CannotStart as error:
                 problem = error.problem
             if not nodes and problem is None:
@@ -180,7 +180,7 @@ class Supervisor:
         names = [] if used == [LOCAL] else used
         number = self._once_saved(lambda is_saved: attempts.begin(self.held_lease, names, ranks, is_saved=is_saved))
         self._started_at = time.monotonic()
-        ends = min(self.look.ends, self._started_at + self.allocation.attempt_seconds)
+        ends = min(self.report.ends, self._started_at + self.allocation.attempt_seconds)
         messages = self.starter.messages(number, nodes, ends) if nodes else {}
         alive = {place.rank: node for node, message in messages.items() for place in message.ranks}
         running = self._follow(number, alive)
@@ -268,13 +268,13 @@ class Supervisor:
         change = math.inf if running is None else running.next_change(now)
         for agent, news in self.agents.wait(min(1.0, until - now, change - now)):
             self._take(agent, news)
-        for look in self._slurm.take():
-            self.look = look or self.look
+        for report in self._slurm.take():
+            self.report = report or self.report
         for request, unfinished in self._disk.take():
             is_progress = unfinished != self._unfinished
             self._request, self._unfinished = request, unfinished
             if is_progress and running is not None and self._person_waits:
-                running.put_off(min(now + MARGIN_SECONDS, self.look.ends))
+                running.put_off(min(now + MARGIN_SECONDS, self.report.ends))
         if running is not None:
             self._obey(running)
             self._press(running)
@@ -318,7 +318,7 @@ class Supervisor:
 
     def _reason(self) -> StopReason | None:
         """Return the reason to stop that there is now, if any."""
-        now, look = time.monotonic(), self.look
+        now, report = time.monotonic(), self.report
         if self._signals and self.allocation.signals_stop:
             return StopReason(cause="stopped", end=now + MARGIN_SECONDS if len(self._signals) == 1 else now)
         if self._signals:  # Slurm's SIGTERM to the batch step
@@ -329,14 +329,14 @@ class Supervisor:
             grace = MARGIN_SECONDS if request.grace is None else request.grace
             cause = REQUESTS[request.kind]
             return StopReason(cause=cause, words=f"{cause} by {request.user or 'a person'}", end=now + grace)
-        if look.cause in ("preempted", "cancelled", "timeout"):
+        if report.cause in ("preempted", "cancelled", "timeout"):
             # srun kills the agents KillWait after SIGTERM, however long the grace time is; not after SIGUSR2.
             signalled = self.running.signalled if self.running is not None else None
             since = self.running.signalled_at if self.running is not None and signalled is not None else now
-            end = look.ends if signalled is not None and signalled.signal == "USR2" else since + look.kill_wait
-            return StopReason(cause=look.cause, end=min(end, look.ends), margin=min(end, look.ends) - since)
+            end = report.ends if signalled is not None and signalled.signal == "USR2" else since + report.kill_wait
+            return StopReason(cause=report.cause, end=min(end, report.ends), margin=min(end, report.ends) - since)
         limit = self.allocation.attempt_seconds
-        for end, margin in ((look.ends, look.margin), (self._started_at + limit, margin_of(limit))):
+        for end, margin in ((report.ends, report.margin), (self._started_at + limit, margin_of(limit))):
             if now >= end - margin:
                 return StopReason(cause="timeout", end=end, margin=margin)
         return None
@@ -380,11 +380,11 @@ class Supervisor:
         ):
             # The other node of a setup line comes by Slurm alone, and no rank waits meanwhile.
             self._wait_for_word(self._unclear_since, math.inf if facts.failed_setup else ANSWER_SECONDS)
-            if self.look.asked_at >= self._unclear_since:  # else silence, which is no answer
-                running.keep_nodes({lost.node for lost in facts.lost_nodes} - self.look.down - self.starter.lost)
+            if self.report.asked_at >= self._unclear_since:  # else silence, which is no answer
+                running.keep_nodes({lost.node for lost in facts.lost_nodes} - self.report.down - self.starter.lost)
         self.starter.lost |= {lost.node for lost in facts.lost_nodes}
-        facts.slurm_cause = self.look.cause
-        room = self.allocation.room(self.held_lease, self.look, self.starter.placement)
+        facts.slurm_cause = self.report.cause
+        room = self.allocation.room(self.held_lease, self.report, self.starter.placement)
         ranks_live = bool(running.alive)
         if not ranks_live:
             self._started_at = math.inf
@@ -406,12 +406,12 @@ class Supervisor:
 
         Srun may kill them yet, KillWait after the signal; a busy controller may not answer a question or two.
         """
-        is_explained = self.look.asked_at >= self._signalled_at
-        seconds = max(EXPLANATION_SECONDS, self.look.kill_wait + 2.0)
+        is_explained = self.report.asked_at >= self._signalled_at
+        seconds = max(EXPLANATION_SECONDS, self.report.kill_wait + 2.0)
         return not is_explained and time.monotonic() < self._signalled_at + seconds
 
     def _wait_for_word(self, since: float, seconds: float) -> None:
-        while self.look.asked_at < since and time.monotonic() < since + seconds:
+        while self.report.asked_at < since and time.monotonic() < since + seconds:
             self._turn(since + seconds)
 
     def _leave(self, decision: Decision) -> int:

@@ -1,6 +1,6 @@
 """Looks at Slurm and at the run directory, in a thread each: a controller or a disk that does not answer delays nobody.
 
-main thread --poke--> [thread: look(), then wake()] --answers--> main thread
+main thread --poke--> [thread: poll(), then wake()] --answers--> main thread
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ T = TypeVar("T")
 
 
 class Poller(Generic[T]):
-    """Calls `look` again and again in a thread of its own; `take` returns its answers.
+    """Calls `poll` again and again in a thread of its own; `take` returns its answers.
 
     slurm = Poller(allocation.poll, agents.wake, every=30.0)
-    slurm.poke()                    # look now, once more if it looks already
+    slurm.poke()                    # poll now, once more if it polls already
     for answer in slurm.take(): ...
     """
 
-    def __init__(self, look: Callable[[], T], wake: Callable[[], None], *, every: float) -> None:
+    def __init__(self, poll: Callable[[], T], wake: Callable[[], None], *, every: float) -> None:
         self.every = every
-        """Seconds between two looks; changes count from the next look on."""
-        self._look, self._wake = look, wake
+        """Seconds between two polls; changes count from the next poll on."""
+        self._poll, self._wake = poll, wake
         self._poked = threading.Event()
         self._answers: queue.SimpleQueue[T] = queue.SimpleQueue()
         self._error: BaseException | None = None
@@ -35,7 +35,7 @@ class Poller(Generic[T]):
         self._poked.set()
 
     def take(self) -> list[T]:
-        """Return the results since the last call. Raises the error of `look`: the supervisor starts again."""
+        """Return the results since the last call. Raises the error of `poll`: the supervisor starts again."""
         if self._error is not None:
             raise self._error
         return [self._answers.get() for _ in range(self._answers.qsize())]  # no other thread takes
@@ -43,9 +43,9 @@ class Poller(Generic[T]):
     def _run(self) -> None:
         while True:
             self._poked.wait(self.every)
-            self._poked.clear()  # before the look: a poke that comes while it runs asks once more
+            self._poked.clear()  # before the poll: a poke that comes while it runs asks once more
             try:
-                self._answers.put(self._look())
+                self._answers.put(self._poll())
             except BaseException as error:
                 self._error = error
                 return

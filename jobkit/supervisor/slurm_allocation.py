@@ -1,7 +1,7 @@
 """A Slurm job as an allocation: its nodes, the srun that starts their agents, Slurm's word, and the way back.
 
 start_agents --> one srun for all nodes --(it ends too early)--> one srun a node: its exit code names the bad node
-look         --> scontrol show job, slurmd of lost nodes --> SchedulerReport
+poll         --> scontrol show job, slurmd of lost nodes --> SchedulerReport
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class SlurmAllocation(Allocation):
             except subprocess.TimeoutExpired:
                 return  # the attempt is worth more
 
-    def launch_failure(self, missing: Collection[str], look: SchedulerReport) -> LaunchFailure | None:
+    def launch_failure(self, missing: Collection[str], report: SchedulerReport) -> LaunchFailure | None:
         now = time.monotonic()
         for step in list(self._steps):
             late = [node for node in step.nodes if node in missing and node not in self._failed]
@@ -168,7 +168,7 @@ class SlurmAllocation(Allocation):
             if not late or step.srun.poll() is None:
                 continue
             step.ended = min(step.ended, now)
-            if look.asked_at < step.ended:
+            if report.asked_at < step.ended:
                 continue  # srun cannot start anything without a controller, which is no node's fault
             is_clear = len(step.nodes) == 1 and step.srun.returncode == container.EXIT_UNFIT
             self._forget(late)
@@ -179,7 +179,7 @@ class SlurmAllocation(Allocation):
                     self._fail(node, step.srun.returncode, " / ".join(filter(None, [why, step.words(), said])))
                 else:
                     self._start([node], step.attempt, is_single=True)
-        for node in set(missing) & look.down - set(self._failed):
+        for node in set(missing) & report.down - set(self._failed):
             self.give_up(node, "Slurm calls the node down")
         if not self._failed or not set(missing).issubset(self._failed):
             return None
@@ -267,14 +267,15 @@ class SlurmAllocation(Allocation):
             down=frozenset(down),
         )
 
-    def room(self, held_lease: HeldLease, look: SchedulerReport, placement: Placement) -> RestartOptions:
-        has_time = look.ends - time.monotonic() > 1.5 * look.margin  # else it would be stopped before it has done much
+    def room(self, held_lease: HeldLease, report: SchedulerReport, placement: Placement) -> RestartOptions:
+        # With less time it would be stopped before it has done much.
+        has_time = report.ends - time.monotonic() > 1.5 * report.margin
         return RestartOptions(
-            in_place=lambda without: look.runs and has_time and placement.can_start_again(without),
-            requeue=way_back(look.job),
+            in_place=lambda without: report.runs and has_time and placement.can_start_again(without),
+            requeue=way_back(report.job),
             spares=max(0, len(placement.usable) - self.resources.nodes),
             elsewhere=lambda without: requeue.could_start_without(
-                held_lease.journal, held_lease.config, look.job, without
+                held_lease.journal, held_lease.config, report.job, without
             ),
         )
 

@@ -36,7 +36,7 @@ class CannotStart(Exception):
 class Starter:
     """Gets the agents of one job ready for one attempt after the other.
 
-    while not (nodes := starter.ready(look)): ...      # wait for agents
+    while not (nodes := starter.ready(report)): ...      # wait for agents
     for node, message in starter.messages(3, nodes, math.inf).items(): agents.send(agents.by_node[node], message)
     """
 
@@ -67,7 +67,7 @@ class Starter:
     def misses_agents(self) -> bool:
         return any(node not in self.agents.by_node for node in self.used)
 
-    def ready(self, look: SchedulerReport) -> list[str]:
+    def ready(self, report: SchedulerReport) -> list[str]:
         """Return the nodes for the next attempt once all their agents are ready, else an empty list.
 
         Starts the agents that are missing. Raises CannotStart.
@@ -88,7 +88,7 @@ class Starter:
             self._has_spares = True
             new = [node for node in spares if node not in by_node]  # others have one of a supervisor before this one
             self.allocation.start_agents([*missing, *new], self._next_number)
-            if (failure := self.allocation.launch_failure(missing, look)) is not None:
+            if (failure := self.allocation.launch_failure(missing, report)) is not None:
                 log.warning("%s", failure.words)
                 blamed = failure.nodes
                 if failure.final and self._has_trained:  # with these programs: it is the one node, or a moment

@@ -60,19 +60,19 @@ class TraceLine:
 ORDER = {"restored": 0, "boundary": 1, "evaluated": 2, "end": 3}
 
 Trace = Mapping[int, Sequence[TraceLine]]
-"""The places of each rank, in the order of their writing, attempt by attempt."""
+"""The lines of each rank, in the order of their writing, attempt by attempt."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The first place where two runs differ."""
+    """The first line where two runs differ."""
 
     kind: Kind
     name: str
     """The value or the entry that differs."""
     first: Any
     second: Any
-    place: TraceLine
+    line: TraceLine
     """Of the second run."""
     reference: TraceLine
     """Of the first run."""
@@ -84,11 +84,11 @@ def read_trace(run: RunDir) -> Trace:
     for folder in sorted(run.trace_folder.iterdir(), key=lambda folder: int(folder.name)):
         for file in folder.glob("*.jsonl"):
             rank, lines = int(file.stem), file.read_text("utf-8").split("\n")[:-1]
-            trace.setdefault(rank, []).extend(_place(json.loads(line), rank, int(folder.name)) for line in lines)
+            trace.setdefault(rank, []).extend(_trace_line(json.loads(line), rank, int(folder.name)) for line in lines)
     return trace
 
 
-def _place(line: dict[str, Any], rank: int, attempt: int) -> TraceLine:
+def _trace_line(line: dict[str, Any], rank: int, attempt: int) -> TraceLine:
     names = ("step", "event", "epoch", "samples", "state", "trained", "divides_by_three", "result", "files", "left_out")
     values = {name: bits for name, bits in line["values"].items() if not name.startswith(TIMES)}
     return TraceLine(
@@ -103,12 +103,12 @@ def _place(line: dict[str, Any], rank: int, attempt: int) -> TraceLine:
 
 def course_of(trace: Trace) -> Course:
     """Return the boundaries of a straight run."""
-    places = [place for place in trace[0] if place.event != "end"]
+    lines = [line for line in trace[0] if line.event != "end"]
     return Course(
-        first=places[0].step,
-        last=max(place.step for place in trace[0]),  # a step that the loop leaves by a break has no boundary
-        evaluations=tuple(place.step for place in places if place.event == "evaluated"),
-        epoch_ends=tuple(after.step for before, after in pairwise(places) if before.epoch != after.epoch),
+        first=lines[0].step,
+        last=max(line.step for line in trace[0]),  # a step that the loop leaves by a break has no boundary
+        evaluations=tuple(line.step for line in lines if line.event == "evaluated"),
+        epoch_ends=tuple(after.step for before, after in pairwise(lines) if before.epoch != after.epoch),
     )
 
 
@@ -138,34 +138,34 @@ def first_difference(first: Trace, second: Trace, excused: Excused = Excused()) 
     differences = [difference for rank in second for difference in _of_rank(first.get(rank, ()), second[rank], excused)]
     return min(
         differences,
-        key=lambda item: (item.place.attempt, item.place.step, ORDER[item.place.event], item.place.rank),
+        key=lambda item: (item.line.attempt, item.line.step, ORDER[item.line.event], item.line.rank),
         default=None,
     )
 
 
 def _of_rank(first: Sequence[TraceLine], second: Sequence[TraceLine], excused: Excused) -> Iterator[Difference]:
-    for reference, place in pairs(first, second):
-        for kind, name, values in _compare(reference, place, excused):
+    for reference, line in pairs(first, second):
+        for kind, name, values in _compare(reference, line, excused):
             yield Difference(
-                kind=kind, name=name, first=values[0], second=values[1], place=place, reference=reference
+                kind=kind, name=name, first=values[0], second=values[1], line=line, reference=reference
             )  # fmt: skip
             return
 
 
 def pairs(first: Sequence[TraceLine], second: Sequence[TraceLine]) -> Iterator[tuple[TraceLine, TraceLine]]:
-    """Yield each place of a rank's second run with that of its first run, in the order of the second."""
-    expected = {_key(place): place for place in first}
-    for place in second:
-        reference = expected.get(_key(place))
-        if place.event == "restored" and reference is None:  # the state of that boundary, before its evaluations
-            reference = expected.get((place.step, "boundary"))
+    """Yield each line of a rank's second run with that of its first run, in the order of the second."""
+    expected = {_key(line): line for line in first}
+    for line in second:
+        reference = expected.get(_key(line))
+        if line.event == "restored" and reference is None:  # the state of that boundary, before its evaluations
+            reference = expected.get((line.step, "boundary"))
         if reference is not None:
-            yield reference, place
+            yield reference, line
 
 
-def _key(place: TraceLine) -> tuple[int | None, str]:
-    """Return the key by which places of two runs are compared. A run has one end, at any step."""
-    return (None if place.event == "end" else place.step), place.event
+def _key(line: TraceLine) -> tuple[int | None, str]:
+    """Return the key by which lines of two runs are compared. A run has one end, at any step."""
+    return (None if line.event == "end" else line.step), line.event
 
 
 def _compare(first: TraceLine, second: TraceLine, excused: Excused) -> Iterator[tuple[Kind, str, tuple[Any, Any]]]:
@@ -197,39 +197,39 @@ def _number(bits: str | None) -> float | None:
     return None if bits is None else struct.unpack("<d", bytes.fromhex(bits))[0]
 
 
-def _results(place: TraceLine) -> dict[str, str]:
+def _results(line: TraceLine) -> dict[str, str]:
     """Return the training function's result, by name; as text, because a NaN is not equal to itself."""
-    if not isinstance(place.result, dict):
-        return {"": json.dumps(place.result)}
-    return {name: json.dumps(value) for name, value in place.result.items()}
+    if not isinstance(line.result, dict):
+        return {"": json.dumps(line.result)}
+    return {name: json.dumps(value) for name, value in line.result.items()}
 
 
 def differing(first: Trace, second: Trace) -> Excused:
     """Return what differs between two straight runs."""
     values, leaves, results, samples = set[str](), set[str](), set[str](), False
-    for rank, places in first.items():
-        for place, other in pairs(places, second.get(rank, ())):
-            values |= _differing(place.values, other.values)
-            leaves |= _differing(place.state, other.state)
-            results |= _differing(_results(place), _results(other))
-            samples |= place.samples != other.samples
+    for rank, lines in first.items():
+        for line, other in pairs(lines, second.get(rank, ())):
+            values |= _differing(line.values, other.values)
+            leaves |= _differing(line.state, other.state)
+            results |= _differing(_results(line), _results(other))
+            samples |= line.samples != other.samples
     return Excused(values=frozenset(values), leaves=frozenset(leaves), results=frozenset(results), samples=samples)
 
 
 def trained(trace: Trace) -> set[str]:
     """Return the leaves that are trained."""
-    return {name for places in trace.values() for place in places for name in place.trained}
+    return {name for lines in trace.values() for line in lines for name in line.trained}
 
 
 def seen(trace: Trace, excused: Excused = Excused()) -> list[str]:
     """Return what was compared, in words: of what a straight run shows that which is not excused."""
-    places = [place for places in trace.values() for place in places]
-    results = {name for place in places if place.result is not None for name in _results(place)}
+    lines = [line for lines in trace.values() for line in lines]
+    results = {name for line in lines if line.result is not None for name in _results(line)}
     words = {
-        "samples": any(place.samples for place in places),
-        "logged values": {name for place in places for name in place.values} - excused.values,
-        "generators": any(name.startswith(GENERATORS) for place in places for name in place.state),
-        "tracked state": {name for place in places for name in place.state} - excused.leaves,
+        "samples": any(line.samples for line in lines),
+        "logged values": {name for line in lines for name in line.values} - excused.values,
+        "generators": any(name.startswith(GENERATORS) for line in lines for name in line.state),
+        "tracked state": {name for line in lines for name in line.state} - excused.leaves,
         "the result": results - excused.results,
     }
     return [word for word, is_there in words.items() if is_there]
@@ -237,5 +237,5 @@ def seen(trace: Trace, excused: Excused = Excused()) -> list[str]:
 
 def repeated_steps(trace: Trace) -> int:
     """Return how many steps a run took more than once."""
-    steps = [place.step for place in trace[0] if place.event == "boundary"]
+    steps = [line.step for line in trace[0] if line.event == "boundary"]
     return len(steps) - len(set(steps))

@@ -58,18 +58,18 @@ WORDS_OF: dict[str, tuple[str, str]] = {
 
 def difference_lines(difference: Difference, items: Collection[Interruption]) -> list[str]:
     """Return the first difference in words, and the conclusion."""
-    place = difference.place
-    before = [item for item in items if item.attempt == place.attempt - 1]
+    line = difference.line
+    before = [item for item in items if item.attempt == line.attempt - 1]
     after = f", after the {interruption_words(before[0])}" if before else ""
     facts = {
         "name": _in_words(difference.name),
-        "step": place.step - 1,
+        "step": line.step - 1,
         "samples": "samples equal; " if difference.reference.samples else "",
         "values": f"{_short(difference.first)} | {_short(difference.second)}",
     }
-    kind = "state at the end" if (difference.kind, place.event) == ("state", "end") else difference.kind
+    kind = "state at the end" if (difference.kind, line.event) == ("state", "end") else difference.kind
     what, conclusion = (words.format(**facts) for words in WORDS_OF[kind])
-    first = f"the first difference: {place.step} steps done, rank {place.rank}, attempt {place.attempt}{after}"
+    first = f"the first difference: {line.step} steps done, rank {line.rank}, attempt {line.attempt}{after}"
     return [first, what, f"=> {conclusion}"]
 
 

@@ -71,11 +71,11 @@ def forgotten(first: Trace, second: Trace, again: Trace | None = None, at: Diffe
     """
     groups: dict[tuple[str, str], list[Forgotten]] = {}
     for rank in second:
-        places = first.get(rank, ())
-        own_changes = _changing(places, [place for place in second[rank] if place.attempt == 1])
-        own_changes |= _changing(places, again.get(rank, ())) if again is not None else set()
-        both = _after_restarts(places, second[rank]) if at is None else _before(places, second[rank], at)
-        for item in _of_rank(places, both, own_changes, at):
+        lines = first.get(rank, ())
+        own_changes = _changing(lines, [line for line in second[rank] if line.attempt == 1])
+        own_changes |= _changing(lines, again.get(rank, ())) if again is not None else set()
+        both = _after_restarts(lines, second[rank]) if at is None else _before(lines, second[rank], at)
+        for item in _of_rank(lines, both, own_changes, at):
             groups.setdefault((item.about.way, item.about.owner), []).append(item)
     items = [_one_of(group) for group in groups.values()]
     items = [replace(item, per_rank=_of_ranks(first, item.expression)) for item in items]
@@ -84,8 +84,8 @@ def forgotten(first: Trace, second: Trace, again: Trace | None = None, at: Diffe
 
 def _of_ranks(first: Trace, name: str) -> bool | None:
     """Return whether each rank has a thing of its own; None where some ranks have none."""
-    last = [next((place for place in reversed(places) if place.seen), None) for places in first.values()]
-    things = [place.seen.get(name) if place is not None else None for place in last]
+    last = [next((line for line in reversed(lines) if line.seen), None) for lines in first.values()]
+    things = [line.seen.get(name) if line is not None else None for line in last]
     digests = {thing.digest if thing is not None else None for thing in things}
     if None in digests or len({thing.kind for thing in things if thing is not None}) > 1:
         return None
@@ -93,18 +93,18 @@ def _of_ranks(first: Trace, name: str) -> bool | None:
 
 
 def _of_rank(
-    places: Sequence[TraceLine],
+    lines: Sequence[TraceLine],
     both: Sequence[tuple[TraceLine, TraceLine]],
     own_changes: Collection[str],
     at: Difference | None,
 ) -> Iterator[Forgotten]:
     """Yield each name that differs at boundaries of a straight and an interrupted run, the last boundary first."""
-    about = {name: described for place in places for name, described in place.about.items()}
+    about = {name: described for line in lines for name, described in line.about.items()}
     with_times = {about[name].owner for name in own_changes if name in about}
-    members = _members(places, own_changes, about)
+    members = _members(lines, own_changes, about)
     recovered, named = _recovered(both) if at is None else set[str](), set[str]()
     for number, (straight, interrupted) in enumerate(reversed(both)):
-        for name in _lost(places, straight, interrupted):
+        for name in _lost(lines, straight, interrupted):
             within = straight.seen[name].kind == "value" and any(
                 other.startswith((f"{name}[", f"{name}.")) for other in own_changes
             )
@@ -116,7 +116,7 @@ def _of_rank(
                 continue  # it was equal again: a best score may be beaten again, a tensor is made anew
             if is_scratch and not about[name].holder and is_of_a_for(*_variable(about[name])):
                 continue
-            is_scratch |= not mine.is_same and name not in places[0].seen  # it cannot be declared before the loop
+            is_scratch |= not mine.is_same and name not in lines[0].seen  # it cannot be declared before the loop
             is_finding = _is_finding(mine, theirs) and (mine.is_same or not is_scratch)
             yield Forgotten(
                 expression=name,
@@ -136,12 +136,12 @@ def _of_rank(
 
 def too_late(first: Trace, second: Trace) -> list[Forgotten]:
     """Return what would be findings on rank 0, but changed after the last interruption only: nothing could be lost."""
-    places = [place for place in first[0] if place.seen]
-    begins = max(place.step for place in second[0] if place.event == "restored")
-    about = {name: described for place in places for name, described in place.about.items()}
+    lines = [line for line in first[0] if line.seen]
+    begins = max(line.step for line in second[0] if line.event == "restored")
+    about = {name: described for line in lines for name, described in line.about.items()}
     changed = []
-    for name, item in places[-1].seen.items() if places else ():
-        before = {place.seen[name].digest for place in places if place.step <= begins and name in place.seen}
+    for name, item in lines[-1].seen.items() if lines else ():
+        before = {line.seen[name].digest for line in lines if line.step <= begins and name in line.seen}
         if len(before) == 1 and item.digest not in before and item.is_same and _is_finding(item, item):
             changed.append(Forgotten(expression=name, about=about[name], rank=0, step=begins, first="", second=""))
     return changed
@@ -157,12 +157,12 @@ def _one_of(group: Sequence[Forgotten]) -> Forgotten:
 
 
 def _members(
-    places: Sequence[TraceLine], own_changes: Collection[str], about: Mapping[str, About]
+    lines: Sequence[TraceLine], own_changes: Collection[str], about: Mapping[str, About]
 ) -> dict[str, list[str]]:
     """Return the attributes of each owner that its methods change, perhaps later than in these steps: those that are
     there when the loop begins, for they are declared before it."""
     members: dict[str, list[str]] = {}
-    for name, seen in places[0].seen.items() if places else ():
+    for name, seen in lines[0].seen.items() if lines else ():
         item = about[name]
         is_plain = seen.kind in ("value", "tensor") and not OF_CONTAINER.fullmatch(seen.digest)
         is_own = name == f"{item.owner}.{item.name}" and name not in own_changes
@@ -173,9 +173,9 @@ def _members(
 
 def _is_back(name: str, at: Difference | None, rank: int) -> bool:
     """Return whether a thing is the same in both runs where the difference shows: then each step overwrites it."""
-    if at is None or at.place.rank != rank:
+    if at is None or at.line.rank != rank:
         return False
-    straight, interrupted = at.reference.seen.get(name), at.place.seen.get(name)
+    straight, interrupted = at.reference.seen.get(name), at.line.seen.get(name)
     return straight is not None and interrupted is not None and straight.digest == interrupted.digest
 
 
@@ -194,9 +194,9 @@ def _changing(first: Sequence[TraceLine], second: Sequence[TraceLine]) -> set[st
     """Return the names of what differs between two runs that nothing interrupted."""
     return {
         name
-        for place, other in pairs(first, second)
-        for name in place.seen.keys() & other.seen.keys()
-        if place.seen[name].digest != other.seen[name].digest
+        for line, other in pairs(first, second)
+        for name in line.seen.keys() & other.seen.keys()
+        if line.seen[name].digest != other.seen[name].digest
     }
 
 
@@ -209,7 +209,7 @@ def _before(
     first: Sequence[TraceLine], second: Sequence[TraceLine], at: Difference
 ) -> list[tuple[TraceLine, TraceLine]]:
     """Return a rank's boundary before a difference, in the same attempt: what differs there may be its cause."""
-    earlier = [place for place in second if place.attempt == at.place.attempt and _comes_before(place, at.place)]
+    earlier = [line for line in second if line.attempt == at.line.attempt and _comes_before(line, at.line)]
     both = [pair for pair in pairs(first, earlier) if pair[1].seen][-1:]
     if at.kind != "end":
         return both
@@ -221,36 +221,36 @@ def _before(
     ]
 
 
-def _comes_before(place: TraceLine, other: TraceLine) -> bool:
-    return place.step < other.step or (place.step == other.step and ORDER[place.event] < ORDER[other.event])
+def _comes_before(line: TraceLine, other: TraceLine) -> bool:
+    return line.step < other.step or (line.step == other.step and ORDER[line.event] < ORDER[other.event])
 
 
 def _recovered(both: Sequence[tuple[TraceLine, TraceLine]]) -> set[str]:
     """Return the names of what differed after a restart and was then equal again: it is made anew from other things, as
     the sums of an evaluation."""
     recovered, differed = set(), set[tuple[int, str]]()
-    for place, other in both:
-        for name in place.seen.keys() & other.seen.keys():
-            if place.seen[name].digest != other.seen[name].digest:
+    for line, other in both:
+        for name in line.seen.keys() & other.seen.keys():
+            if line.seen[name].digest != other.seen[name].digest:
                 differed.add((other.attempt, name))
             elif (other.attempt, name) in differed:
                 recovered.add(name)
     return recovered
 
 
-def _lost(places: Sequence[TraceLine], ours: TraceLine, theirs: TraceLine) -> Iterator[str]:
+def _lost(lines: Sequence[TraceLine], ours: TraceLine, theirs: TraceLine) -> Iterator[str]:
     """Yield the names of what the training has changed, and what differs between two runs at a boundary."""
     for name in ours.seen:
         if (
             name in theirs.seen
             and ours.seen[name].digest != theirs.seen[name].digest
-            and _has_changed(places, ours, name)
+            and _has_changed(lines, ours, name)
         ):
             yield name
 
 
-def _has_changed(places: Sequence[TraceLine], until: TraceLine, name: str) -> bool:
-    before = [place.seen[name] for place in places if place.step < until.step and name in place.seen]
+def _has_changed(lines: Sequence[TraceLine], until: TraceLine, name: str) -> bool:
+    before = [line.seen[name] for line in lines if line.step < until.step and name in line.seen]
     return any(seen.digest != until.seen[name].digest for seen in before) or until.event == "restored"
 
 

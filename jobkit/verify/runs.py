@@ -160,7 +160,7 @@ class Verification:
         """Return the trace of the straight run. Two ranks become three where that costs nothing: the sum of two numbers
         has no order, and may hide one."""
         straight = self._trace("straight", [])
-        divides = next(place.divides_by_three for place in straight[0] if place.event == "restored")
+        divides = next(line.divides_by_three for line in straight[0] if line.event == "restored")
         if len(straight) != 2 or divides is None:
             return straight
         if not divides or self.target.scheduler != "local" or self.ranks:
@@ -187,8 +187,8 @@ class Verification:
     ) -> None:
         """Report the difference that a single interruption makes; else that of all of them."""
         straight, trace, again = traces
-        likely = sorted(items, key=lambda item: abs(item.attempt - difference.place.attempt + 1))
-        for item in likely if difference.place.attempt > 2 else ():  # else there was a single one before it
+        likely = sorted(items, key=lambda item: abs(item.attempt - difference.line.attempt + 1))
+        for item in likely if difference.line.attempt > 2 else ():  # else there was a single one before it
             single = [dataclasses.replace(item, attempt=1)]
             other = self._trace(f"{item.kind.replace(' ', '-')}-alone", single)
             alone = compare.first_difference(straight, other, excused)
@@ -270,11 +270,11 @@ def _listed(words: Sequence[str]) -> str:
 
 def _nondeterministic(change: Difference, straight: Trace, folder: Path) -> list[str]:
     """Return the words for two straight runs that differ, with the place in the code of the first that does."""
-    files = {Path(about.file) for places in straight.values() for place in places for about in place.about.values()}
+    files = {Path(about.file) for lines in straight.values() for line in lines for about in line.about.values()}
     names = [change.name, *change.name.split(".")[:2]] if change.kind != "values" else [change.name]
     places = (mentioned(sorted(files), name, folder) for name in reversed(names) if name)
     place = next((mention for mention in places if mention), "")
-    what = f"{change.name or change.kind}{f' ({place})' if place else ''} after {change.place.step} steps"
+    what = f"{change.name or change.kind}{f' ({place})' if place else ''} after {change.line.step} steps"
     return [
         f"two straight runs differ: {what}, {change.first} | {change.second}{relative_words(change)}",
         "=> nothing is shown: the program itself, or kernels that depend on the process's history, are not "
@@ -290,9 +290,9 @@ def _notes(straight: Trace) -> list[str]:
     }
     unseen = [f"{name} ({hint})" for name, hint in hints.items() if name not in compare.seen(straight)]
     lines = [f"not seen, and not compared: {', '.join(unseen)}"] if unseen else []
-    files = sorted({file for places in straight.values() for place in places for file in place.files})
+    files = sorted({file for lines in straight.values() for line in lines for file in line.files})
     lines += [f"written outside the run directory, and not restored: {', '.join(files)}"] if files else []
-    too_much = {name: size for places in straight.values() for place in places for name, size in place.left_out.items()}
+    too_much = {name: size for lines in straight.values() for line in lines for name, size in line.left_out.items()}
     large = [f"{name} ({size / 2**30:.1f} GiB)" if size else name for name, size in too_much.items() if name]
     large += ["what lies deeper"] if "" in too_much else []
     return [*lines, f"too large or too odd to look at: {', '.join(large[:MOST_NAMED])}"] if large else lines

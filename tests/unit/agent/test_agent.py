@@ -70,7 +70,7 @@ def train(rank):
             subprocess.Popen(["sleep", "1000"], start_new_session=True)
             if rank.params.get("mirrors"):
                 mirror = Mirror(rank.run, "mlflow", print)
-                mirror.look()
+                mirror.keep_running()
                 os.kill(mirror._process.pid, signal.SIGSTOP)  # as if it were busy with its service
                 (rank.run.path / "copier").write_text(str(mirror._process.pid))
             raise ValueError("at step 3")

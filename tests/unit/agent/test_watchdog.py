@@ -37,7 +37,7 @@ def test_silence_is_measured_by_the_slowest_step(setting: str | bool, where: Bea
 
 def silent_at(watch: Watch, last: Beat, seconds: range) -> float | None:
     """When the watch first says so, looked at each 10 s."""
-    return next((float(now) for now in seconds if watch.look(last, now) is not None), None)
+    return next((float(now) for now in seconds if watch.silence(last, now) is not None), None)
 
 
 def test_a_rank_is_silent_once_it_has_not_beaten_for_too_long() -> None:

@@ -135,8 +135,8 @@ def test_an_optimizers_state_that_belongs_to_no_parameter_is_saved() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.state["average"] = {"loss": torch.tensor(3.0), "count": 5}
-    walker = finder_of(Entry(name="optimizer", live=optimizer), {})
-    live = walker.find()
+    finder = finder_of(Entry(name="optimizer", live=optimizer), {})
+    live = finder.find()
     other = torch.optim.AdamW(model.parameters())
     again = finder_of(Entry(name="optimizer", live=other), {})
     shapes = {path: (leaf.dtype, tuple(leaf.shape)) for path, leaf in live.tensors.items()}

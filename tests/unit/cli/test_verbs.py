@@ -25,7 +25,7 @@ from harness.journals import START, TOKEN, began, ended, finished, make_run, sub
 
 from jobkit.cli import arguments as arguments_of_verbs
 from jobkit.cli import cancel, preempt, wait
-from jobkit.cli.cancel import _settle
+from jobkit.cli.cancel import _journal_cancel
 from jobkit.cli.main import VERBS, main
 from jobkit.cli.status import describe, slow_ranks
 from jobkit.errors import SchedulerTimeout
@@ -666,7 +666,7 @@ def test_a_cancel_leaves_a_run_alone_that_another_submission_has_continued(tmp_p
     later = submitted(token=token, number=2), began(2, token=token), ended("stopped", "stop", 2)
     for event in (ended("timeout", "stop"), *later):
         Journal(run).append(event)
-    assert (_settle(before).state, read_status(run).state) == ("interrupted", "interrupted")
+    assert (_journal_cancel(before).state, read_status(run).state) == ("interrupted", "interrupted")
 
 
 def test_wait_gives_up_on_a_sweep_that_still_makes_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,7 +172,7 @@ def test_a_best_score_that_was_beaten_again_is_a_hint() -> None:
 def test_before_a_difference_the_boundary_in_the_same_attempt_counts() -> None:
     trace = interrupted("?")
     difference = Difference(
-        kind="values", name="loss", first=1, second=2, place=trace[0][4], reference=STRAIGHT[0][3]
+        kind="values", name="loss", first=1, second=2, line=trace[0][4], reference=STRAIGHT[0][3]
     )  # fmt: skip
     (item,) = forgotten(STRAIGHT, trace, at=difference)
     assert (item.step, item.first, item.second) == (2, "d2", "d0")
@@ -331,5 +331,5 @@ def test_the_name_of_a_difference_is_what_the_code_reads_so(code: Path, kind: An
 
     straight = {0: [TraceLine(rank=0, attempt=1, step=0, event="restored", seen=trace("0")[0][0].seen), *trace("1")[0]]}
     other = trace("2")
-    difference = Difference(kind=kind, name="x", first=1, second=2, place=other[0][1], reference=straight[0][2])
+    difference = Difference(kind=kind, name="x", first=1, second=2, line=other[0][1], reference=straight[0][2])
     assert forgotten(straight, other, at=difference)[0].expression == first

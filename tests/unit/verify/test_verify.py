@@ -110,7 +110,7 @@ def test_the_first_difference_is_named(name: str) -> None:
     difference = first_difference({0: STRAIGHT}, {0: changed})
     assert difference is not None
     assert (difference.kind, difference.name) == expected
-    assert difference.place is changed[number]
+    assert difference.line is changed[number]
     lines = difference_lines(difference, [])
     assert name not in ("samples", "a value") or ("4 steps done" in lines[0] and "step 3" in lines[1])
 
@@ -122,7 +122,7 @@ def test_of_several_differences_the_earliest_is_named() -> None:
     second = {0: changed_after(4), 1: changed_after(3), 2: changed_after(5)}
     difference = first_difference(dict.fromkeys(second, STRAIGHT), second)
     assert difference is not None
-    assert (difference.place.step, difference.place.attempt, difference.name) == (4, 2, MODEL)
+    assert (difference.line.step, difference.line.attempt, difference.name) == (4, 2, MODEL)
 
 
 def test_values_that_two_straight_runs_log_differently_are_ignored() -> None:
