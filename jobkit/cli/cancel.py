@@ -115,9 +115,7 @@ def cancel(runs: Sequence[RunDir], *, grace: bool = True) -> Iterator[tuple[int,
         for before, now in zip(over, looks.at(views, [before.run for before in over]) or (), strict=False):
             is_ours = now.status.person_submission == before.status.person_submission
             if now.is_over and is_ours:
-                journaled = looks.at(
-                    _journal_cancel, now
-                )  # under the lock, for which another command may have been first
+                journaled = looks.at(_journal_cancel, now)  # under the lock: another command may have been first
                 if journaled is None:
                     continue
                 now = journaled
