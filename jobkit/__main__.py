@@ -1,3 +1,5 @@
+"""python -m jobkit VERB ...: the same as the `jobkit` command (cli/main.py)."""
+
 import sys
 
 from jobkit.cli.main import main

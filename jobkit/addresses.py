@@ -1,5 +1,8 @@
 """Addresses of this host, and the network interface towards another one. Names are not used: on many clusters the names
-of nodes do not resolve."""
+of nodes do not resolve.
+
+The rank's join, the supervisor's listener and `doctor` ask here.
+"""
 
 from __future__ import annotations
 

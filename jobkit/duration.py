@@ -1,4 +1,7 @@
-"""Lengths of time, as a person writes them in a YAML and as sbatch takes them."""
+"""Lengths of time, as a person writes them in a YAML and as sbatch takes them.
+
+Config, submission and commands read and write times by it.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from experiments.minimind.model import MiniMind
 
 
 def train(ctx: jobkit.Context) -> dict[str, str]:
-    """Train as the YAML's params say; the result is the cost of held-out text, and which text that was."""
+    """Train as the YAML's params say. Returns which text that was; the result has the last validation's cost too."""
     p = ctx.params
     with torch.device("meta"):  # `init_weights` draws them on the device, where they are sharded already
         net = MiniMind(**p.model)

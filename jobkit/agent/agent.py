@@ -1,7 +1,7 @@
 """`jobkit/start.py jobkit.agent.agent RUNDIR`: the process of each node that forks the ranks, and outlives them.
 
-    supervisor --StartRanks, Signal, Leave--------> agent --fork--> ranks
-               <-Ready, RankExited, Signalled, Silent--  <-exit codes, pages--
+    supervisor --StartRanks, Signal, Leave-------------> agent --fork-----------> ranks
+               <--Ready, RankExited, Signalled, Silent--       <--exit codes, pages--
 
 It imports torch for all attempts, so that a rank starts in milliseconds. A fork copies one thread and no state of a
 device, so an agent has one thread and touches no device. A supervisor that is killed comes back: meanwhile the ranks

@@ -4,7 +4,7 @@
           <--exit code--                                           orphans come to the agent (subreaper)
 
 A rank has ended when its first process has, unless a stop ended that one (a shell) before the program within it: then
-the program may still save.
+the program may still save. agent.py calls it.
 """
 
 from __future__ import annotations

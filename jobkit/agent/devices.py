@@ -3,7 +3,8 @@
     agent --ticket--> line (first come, first served) --lock a device each--> CUDA_VISIBLE_DEVICES of its ranks
 
 Tickets and locks are files in a folder of the user's own; a process that ends gives both back, however it ends. Other
-users are seen by the driver's list of computing processes (gpus.py). CPU runs wait for nothing.
+users are seen by the driver's list of computing processes (gpus.py). CPU runs wait for nothing. agent.py takes devices;
+`list`, `status` and `doctor` read who has them.
 """
 
 from __future__ import annotations

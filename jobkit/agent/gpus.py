@@ -4,7 +4,7 @@ Devices.take()  --> opened(names)   a device on which another user computes is n
 HealthWatch     --> main(names)     health as the ranks start ... asked: health again --JSON--> devices.Word
 
 The second way is a process of its own. It keeps the handles that it got at first: a device that falls off the bus is
-found no more, and another one may get its number.
+found no more, and another one may get its number. devices.py calls it.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Link.connect() --Hello--> supervisor at the address in supervisor.json
 Link.tell(RankExited | Signalled ...)   kept until the supervisor acknowledges it, and said again after each Hello
+
+agent.py and unsupervised.py speak through it.
 """
 
 from __future__ import annotations

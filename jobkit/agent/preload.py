@@ -1,7 +1,7 @@
 """The imports of an agent, which its ranks do not repeat: jobkit's own, and the YAML's `preload:`.
 
 A fork has none of the other threads of its parent, and no use of its devices: where an import has started a thread or
-opened a device, ranks are started as new processes.
+opened a device, ranks are started as new processes. agent.py calls it once, before its first Ready.
 """
 
 from __future__ import annotations

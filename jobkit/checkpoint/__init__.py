@@ -1,1 +1,1 @@
-"""State on the disk and in memory: trees of tensors, shards, snapshots, restore."""
+"""State on the disk and in memory: trees of tensors, shards, snapshots, restore. Never decides when a run saves."""

@@ -5,7 +5,8 @@
     start: newest of disk and memory -> restore(entries) -> Damaged? set aside, the one before is read over it
 
 All methods except `is_writing` are called by all ranks together. The thread has a group of its own, so that its
-collectives never meet the training's. An error of the thread that is no disk's ends the process.
+collectives never meet the training's. An error of the thread that is no disk's ends the process. loop/saving.py and
+loop/tracked.py call it.
 """
 
 from __future__ import annotations

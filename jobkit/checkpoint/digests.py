@@ -3,7 +3,7 @@
     Leaves(tensors, skeleton) --leaf_digests--> {"0.weight": "9f3c...", "groups.0.lr": "0.001"}
 
 A tensor in host memory is hashed where it lies. One of a device is reduced there, by integer arithmetic, which is exact
-in any order, and 16 bytes of it come to the host.
+in any order, and 16 bytes of it come to the host. loop/trace.py and loop/untracked.py call it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The files that a framework writes into a checkpoint by itself, beside jobkit's: `save(folder)` of ctx.boundary.
 
 Their sizes and checksums are in the manifest. They are checked, and their owner, before a framework reads them: most of
-them are pickles.
+them are pickles. checkpointer.py calls it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The host memory that a process may still take: of the machine, and within its control groups."""
+"""The host memory that a process may still take: of the machine, and within its control groups.
+
+memory.py asks it before it takes slots.
+"""
 
 from __future__ import annotations
 

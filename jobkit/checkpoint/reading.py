@@ -4,7 +4,7 @@
                                                                         --broadcast--> the other ranks' tensors
 
 Two threads share the work, block by block. A shard of this rank alone is read by this rank alone. On another world
-size, or with another layout of DTensors, each rank reads the parts that it needs.
+size, or with another layout of DTensors, each rank reads the parts that it needs. sources.py and memory.py read by it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     Source(manifest, headers, open) --read(entries)--> live tensors, checked; load_state_dict() of the rest
 
-All ranks call `read` together: it succeeds on all of them, or raises the same kind of error on all.
+All ranks call `read` together: it succeeds on all of them, or raises the same kind of error on all. checkpointer.py
+calls it.
 """
 
 from __future__ import annotations

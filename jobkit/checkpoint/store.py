@@ -75,7 +75,8 @@ class Store:
 
     store = Store(run.checkpoints, "3")
     folder = store.begin(500)                       # the ranks write their shards there
-    store.publish(folder, Manifest(step=500, ...), keep=3)
+    store.publish(folder, Manifest(step=500, ...))
+    store.trim(keep=3)
     store.steps()                                   # [500, 400, 300]
     """
 

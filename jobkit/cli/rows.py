@@ -3,7 +3,8 @@
     status.json (one read a run) --read_rows--> Row.values["params.lr"], ["state"], ["train/loss"]
     parse("params.lr>=0.03").is_met_by(0.1)     # True
 
-Only runs that have not finished cost more: their progress.json, and one question to Slurm for all of them.
+Only runs that have not finished cost more: their progress.json, and one question to Slurm for all of them. list.py and
+diff.py show what is made here.
 """
 
 from __future__ import annotations

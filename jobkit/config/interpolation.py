@@ -2,6 +2,8 @@
 
 {"a": "${oc.env:HOME}/x", "b": "${a}", "c": "${n}", "n": 3}
   -> {"a": "/home/me/x", "b": "/home/me/x", "c": 3, "n": 3}, and a and b as expressions
+
+load.py and, for the words of a script, worker/script.py call it.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@
 
 `${oc.env:X}` stays an expression in config.yaml, so that a secret in the environment is never on the disk. `${run_dir}`
 stays a text until a rank knows its directory (`with_run_dir`). Every error is an InputError with file, line and key.
+The submission, a rank and every command that reads a config call it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
     with_counts(config, "slurm", 8)        -> the gpus_per_node of the cluster's entry: no node is there to look at
     clean_environment()                    this process's variables, as a job may have them
 
-A login node has neither GPUs nor torch, and starts with this module in a few milliseconds.
+A login node has neither GPUs nor torch, and starts with this module in a few milliseconds. The submission calls it, and
+so do the supervisor and the agent for their own node.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 params.lr=3e-4          sets a param that the YAML has, to a value of the same kind
 +params.warmup=100      may add one, and may change the kind of a value
 resources.nodes=2       any key of the schema
+
+load.py applies them.
 """
 
 from __future__ import annotations

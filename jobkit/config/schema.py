@@ -142,8 +142,8 @@ class CheckpointConfig:
     between failures; at most half an hour, unless checkpoints would then take more than 1 % of the time."""
     memory: str | int | bool = _interval("30s", or_off=True)
     """How often a snapshot is taken in host memory, which needs no disk and outlives a rank that dies: a number of
-    steps, a time, `off`, or `auto`: as often as snapshots hold up the training for at most 1 % of the time. Two
-    snapshots take at most a quarter of the free memory of a node, else there are none."""
+    steps, a time, `off`, or `auto`: as often as snapshots hold up the training for at most 1 % of the time, and each
+    two seconds at most. Two snapshots take at most a quarter of the free memory of a node, else there are none."""
     keep: int = _at_least(1, 3)
     """How many of the newest checkpoints are kept. An older one is deleted only after a newer one is on the disk."""
     best: BestConfig | None = None

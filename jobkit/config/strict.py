@@ -2,7 +2,8 @@
 
     build(Resources, {"nodes": "2"}, "resources.")     InputError: resources.nodes: found '2', expected a whole number
 
-The schema, the journal's records and the user's own file are read by it.
+load.py builds a Config by it and reads the user's own file, plan.py a cluster's sections, worker/script.py the Config
+of a script.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 The state is the number of samples that are done, and nothing else: batches that workers have loaded ahead are loaded
 again after a restart, and each sample's random numbers follow from (seed, epoch, sample) alone. A stream may add a
-state of its own.
+state of its own. loop/context.py makes the loaders.
 """
 
 from __future__ import annotations

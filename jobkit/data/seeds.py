@@ -1,6 +1,7 @@
 """Seeds that are equal on every machine, and the generators that they are put into.
 
-The spine seeds a rank with them; loaders and evaluations draw a sample's random numbers from its place alone.
+loop/context.py and loop/tracked.py seed a rank by them. Loaders and evaluations draw a sample's random numbers from
+the seed, the epoch and the sample alone.
 """
 
 from __future__ import annotations

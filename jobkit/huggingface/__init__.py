@@ -1,4 +1,5 @@
-"""Hugging Face's Trainer under jobkit: `trainer.add_callback(JobkitCallback(trainer))`."""
+"""Hugging Face's Trainer under jobkit: `trainer.add_callback(JobkitCallback(trainer))`. It trains by the
+Trainer's own loop, and saves no model the Trainer's way."""
 
 try:
     import accelerate  # noqa: F401

@@ -1,4 +1,7 @@
-"""Lightning's logger whose values go to the run's TensorBoard: `self.log` --> log_metrics --> ctx.log."""
+"""Lightning's logger whose values go to the run's TensorBoard: `self.log` --> log_metrics --> ctx.log.
+
+callback.py adds it to the Trainer.
+"""
 
 from __future__ import annotations
 

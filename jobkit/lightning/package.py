@@ -1,4 +1,7 @@
-"""Lightning's package, which is installed under two names: `lightning.pytorch` and `pytorch_lightning`."""
+"""Lightning's package, which is installed under two names: `lightning.pytorch` and `pytorch_lightning`.
+
+callback.py and logger.py import it from here.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 ctx.backward(model, x, loss, y)
     -> UsageError: ctx.backward: too many positional arguments; it is ctx.backward(model, batch, loss, ...); ...
 
-Context and jobkit.init are made with it. A TypeError from within a function stays as it is.
+Context and jobkit.init are made with it. A TypeError from within a function stays as it is. loop/context.py and
+worker/script.py wrap their public functions in it.
 """
 
 from __future__ import annotations

@@ -120,7 +120,9 @@ class Context:
         self._health = Health(ignores=config.on_nan == "ignore")
         self._parallelizer = Parallelizer(config, joined.device, joined.ranks, rank.local_world_size)
         self._step = GradientStep(config, self._parallelizer)
-        self._tracked = Tracked(self._checkpointer, config.checkpoint.weights, drifts=self._parallelizer.is_local_sgd)
+        self._tracked = Tracked(
+            self._checkpointer, config.checkpoint.weights, is_local_sgd=self._parallelizer.is_local_sgd
+        )
         self._tracked.code_options.is_start = self._is_start
         self._checkpoints = SaveSchedule(rank, self._checkpointer, self._tracked, self._reporter)
         timing = Timing(self._reporter, joined.device, self._step.loaders, lambda: self._tracked.optimizers)

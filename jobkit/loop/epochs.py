@@ -5,6 +5,7 @@
                                                                        # is restored once more, at the first batch
 
 A boundary comes once the next batch is known to exist; the boundary of the last batch waits for the epoch's end.
+context.py calls it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     ctx.backward, ctx.log({"train/loss": loss}) --> Health --bad?--> agreement --> NotFinite on the rank that saw it
 
 A tensor on a device is read at an agreement, once the device has computed it: a look at each step would wait for the
-device. Only before a save all are waited for.
+device. Only before a save all are waited for. loop.py reads it.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
         --every=--> the functions that are due at this boundary
 
 A boundary without an agreement costs a few microseconds. `Stopped` is raised on all ranks together, once the last
-checkpoint is durable.
+checkpoint is durable. context.py and epochs.py call it.
 """
 
 from __future__ import annotations

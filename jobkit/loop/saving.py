@@ -2,6 +2,8 @@
 
 loop --due?--> SaveSchedule --copy_to_host, write, snapshot--> Checkpointer (checkpoint/)
                            <--outcomes-- costs, warnings
+
+loop.py and epochs.py ask it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How long steps take: for the agreement, the progress bar, and jobkit's own curves."""
+"""How long steps take: for the agreement, the progress bar, and jobkit's own curves. loop.py calls it."""
 
 from __future__ import annotations
 

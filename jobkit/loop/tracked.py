@@ -44,17 +44,17 @@ OWN = "jobkit."
 class Tracked:
     """The entries of one rank.
 
-    tracked = Tracked(checkpointer, world_size=4, weights="all")
+    tracked = Tracked(checkpointer, weights="all")
     tracked.add({"model": model, "optimizer": optimizer}, {})
     tracked.entries
     """
 
-    def __init__(self, checkpointer: Checkpointer, weights: str = "all", *, drifts: bool = False) -> None:
+    def __init__(self, checkpointer: Checkpointer, weights: str = "all", *, is_local_sgd: bool = False) -> None:
         self.entries: list[Entry] = []
         self.objects: dict[str, Any] = {}
         """The user's objects by name, in the order of tracking."""
         self.checkpointer = checkpointer
-        self._weights, self._drifts = weights, drifts
+        self._weights, self._is_local_sgd = weights, is_local_sgd
         self.stepped: dict[int, torch.optim.Optimizer] = {}
         """Optimizers that stepped in the step under way."""
         self.reshard: Callable[[], None] = lambda: None
@@ -143,7 +143,7 @@ class Tracked:
         if isinstance(value, torch.Generator):
             return Entry(name=name, live=_TorchGenerator(value), scope="rank")
         # With local SGD replicas differ between two averages.
-        per_rank = per_rank or (self._drifts and isinstance(module, (nn.Module, torch.optim.Optimizer)))
+        per_rank = per_rank or (self._is_local_sgd and isinstance(module, (nn.Module, torch.optim.Optimizer)))
         if not isinstance(module, nn.Module):
             per_rank = per_rank or (isinstance(value, Loader) and value.stream is not None)
             return Entry(name=name, live=value, scope="rank" if per_rank else "shared")
@@ -307,7 +307,7 @@ class Tracked:
         if self.stepped:
             self.check_optimizers()
             self.stepped.clear()
-        if not self.has_begun and not self._drifts:
+        if not self.has_begun and not self._is_local_sgd:
             self._uneven = {item: 0 for item in self.objects.values() if isinstance(item, Loader) and item.is_uneven}
         for loader in self._uneven:
             self._uneven[loader] = loader.done

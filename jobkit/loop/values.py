@@ -1,6 +1,7 @@
 """ctx.values and jobkit.attributes: plain values, tensors and arrays of a script, as its best score, in the checkpoint.
 
-A script may hold a list, an array or a tensor by another name: a restore fills the object that is there.
+A script may hold a list, an array or a tensor by another name: a restore fills the object that is there. context.py and
+tracked.py call it.
 """
 
 from __future__ import annotations

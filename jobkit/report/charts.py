@@ -3,6 +3,8 @@
 curves(series) ──┐
                  ├─> marks, axes ─> chart ─> <svg>
 timeline(rows) ──┘
+
+page.py calls it.
 """
 
 from __future__ import annotations

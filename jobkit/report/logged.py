@@ -1,6 +1,8 @@
 """The logged values of a run: the points of each scalar, and the last image of each tag.
 
 tensorboard/events.out.tfevents.* --read_logged--> Logged(scalars, images)
+
+page.py calls it.
 """
 
 from __future__ import annotations

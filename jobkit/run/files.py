@@ -1,6 +1,8 @@
 """The one way to write a file: whole or not at all, and on the disk before anything refers to it.
 
 write_json(run.status_file, {"step": 3})     a reader sees the old file or the new one, never a part
+
+Every process that leaves a file for another one writes by it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
     append(event) --> events.jsonl (durable) --> fold --> Status, and status.json for those that read many runs
 
 The writer is the process with the lease (`writer`), or a submission under the run's lock (`writer=None`) while no job
-lives. Every append reads the lease first: an attempt that lost it writes nothing more.
+lives. Every append reads the lease first: an attempt that lost it writes nothing more. Supervisor, agent, `cancel`,
+`rewind` and the submission append.
 """
 
 from __future__ import annotations

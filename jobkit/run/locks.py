@@ -1,7 +1,7 @@
 """Locks between processes and hosts: flock(2), with the words a person needs while somebody else holds one.
 
 Not filelock: its lock ends when the parent releases it, also for a child that inherited it, and where a file system has
-no flock it falls back to a lock file that outlives its owner.
+no flock it falls back to a lock file that outlives its owner. Submission, devices and commands take them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     params {lr: 1, hf: {token: "abc"}} --masked--> {lr: 1, hf: {token: "***"}}
 
-The files of a run hold them as they were written. `${oc.env:NAME}` stays an expression there, and is shown.
+The files of a run hold them as they were written. `${oc.env:NAME}` stays an expression there, and is shown. Every
+command that shows params calls it, and the submission that names them.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 submitted ---> queued --attempt began--> running --attempt ended--> queued | running | interrupted | failed
                                          any --cancelled--> cancelled          running --finished--> finished
                                          any --rewound--> interrupted
+
+journal.py folds; every command and the supervisor read.
 """
 
 from __future__ import annotations

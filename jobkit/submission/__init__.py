@@ -1,1 +1,2 @@
-"""From a YAML to a job: plan, checks, the batch script, the transaction, the follower."""
+"""From a Config to a job: plan, checks, the batch script, the transaction, the follower. Nothing of it
+lives on once the job does."""

@@ -4,6 +4,7 @@
 
 The loop holds the sweep's lock: a second command for the same sweep says where the first one is. Each run lives in its
 own session, as every local run. A loop that is killed leaves those that train; the same command starts the rest.
+submit.py calls it.
 """
 
 from __future__ import annotations

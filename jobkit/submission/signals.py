@@ -1,6 +1,8 @@
 """Signals to a submitting command: obeyed at once until the job exists, from then on collected for the follower.
 
 KeyboardInterrupt  <- SIGINT, SIGTERM, SIGHUP -> signals.received (after `job_exists`): ask the run to stop
+
+submit.py makes it, follow.py and local_sweep.py read it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
                   --new, interrupted, failed, cancelled, lost--> config.yaml, code, `submitted(token)` --> sbatch, bash
 
 sbatch inherits the lock: a submission that is killed leaves a job with its token, or none, and the next submission sees
-which. Nothing is written after the job exists; only a refusal is (`Refused`).
+which. Nothing is written after the job exists; only a refusal is (`Refused`). submit.py, sweep.py, local_sweep.py and
+verify/runs.py call it.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@
 
 The supervisor calls these; an agent whose supervisor is gone calls `rescue`, which closes too. Each holds the run's
 begin lock, and the journal takes events from the holder of the lease alone: a process that has lost it gets LostLease.
+loop.py, the agent without a supervisor and worker/foreign_attempt.py call it.
 """
 
 from __future__ import annotations

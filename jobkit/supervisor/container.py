@@ -4,7 +4,8 @@
                            (the user's `prefix`)                                     --> agent --fork--> ranks
 
 The supervisor stays outside, with Slurm's commands. The Python of an image knows no jobkit: a copy of the supervisor's
-own jobkit lies in the runs directory, which the container has to see, at the same path.
+own jobkit lies in the runs directory, which the container has to see, at the same path. slurm_allocation.py and
+allocation.py put the prefix before an agent's command.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     Facts (exits, lost nodes, Slurm's word) + Traces (ends/<attempt>/*.json) --diagnose()--> Verdict --> AttemptEnded
 
-attempt.py calls it. Facts count in the order of their arrival, because the clocks of nodes differ. Messages of
+closing.py calls it. Facts count in the order of their arrival, because the clocks of nodes differ. Messages of
 libraries are not read: an error after another rank's death or RankReport (its record of how it ended) is a consequence.
 """
 

@@ -1,4 +1,7 @@
-"""The job for which a process acts (ThisJob), and the right to write that `take_over` gives it (HeldLease)."""
+"""The job for which a process acts (ThisJob), and the right to write that `take_over` gives it (HeldLease).
+
+Supervisor, agent and worker/foreign_attempt.py act by it.
+"""
 
 from __future__ import annotations
 

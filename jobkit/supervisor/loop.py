@@ -1,11 +1,11 @@
 """The supervisor's loop: agents ready -> begin -> ranks -> close -> in place, or out of the job.
 
-    agents (TCP) --news-----> main thread --StartRanks, Signal--> agents
-    Slurm thread --SchedulerReport-----> (waits in    --close---------> journal (attempt.py)
-    disk thread  --Request--> a selector)  --again---------> Allocation
+    agents (TCP) --news------------> main thread --StartRanks, Signal--> agents
+    Slurm thread --SchedulerReport-> (waits in   --close---------------> journal (attempt.py, closing.py)
+    disk thread  --Request---------> a selector) --again---------------> Allocation
 
 The main thread decides, and asks neither Slurm nor a slow disk while ranks live. An unexpected error ends the process:
-job.sh starts it again, and the ranks train on meanwhile.
+job.sh starts it again, and the ranks train on meanwhile. main.py calls it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ QUIET_SECONDS, UNCLEAR_SECONDS = 30.0, 2.0
 """How often Slurm is asked, and how often while a signal or a lost node waits for its explanation."""
 
 EXPLANATION_SECONDS = 60.0
-"""How long after such an event Slurm is asked more often; no attempt begins after an unexplained signal meanwhile."""
+"""How long after such an event Slurm is asked more often; no attempt begins after an unexplained signal meanwhile.
+
+A slurmctld that is busy, or starts again, needs so long to say why.""" ""
 
 DISK_SECONDS = 1.0
 """How often requests are read: each look is a request to a file server that all supervisors share."""

@@ -1,6 +1,8 @@
 """Looks at Slurm and at the run directory, in a thread each: a controller or a disk that does not answer delays nobody.
 
 main thread --poke--> [thread: poll(), then wake()] --answers--> main thread
+
+loop.py has two.
 """
 
 from __future__ import annotations

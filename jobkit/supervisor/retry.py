@@ -200,7 +200,12 @@ def _reason_to_fail(tries: Tries, retry: RetryConfig) -> str | None:
     """Return why the last attempt's end would come again; None if time or another node may mend it."""
     last, ours = end_of(tries.last), list(map(end_of, tries.ours))
     kind = BUDGETS[last.cause]
-    budget = getattr(retry, kind)
+    budget = {
+        "preemption": retry.preemption,
+        "time_limit": retry.time_limit,
+        "node_failure": retry.node_failure,
+        "crash": retry.crash,
+    }[kind]
     if last.final:
         return "it would fail again: not retried"
     if budget == 0:
@@ -218,7 +223,7 @@ def _reason_to_fail(tries: Tries, retry: RetryConfig) -> str | None:
             again = f"{last.signature} in step {last.step}, as in attempt {before.number}"
             return f"restarts are exact, and this was {again}: not retried (retry.crash: unlimited would)"
         alike = [ended for ended in alike if ended.nature == "program"] if last.nature == "program" else []
-    if len(alike) >= budget:
+    if len(alike) >= int(budget):
         return f"{len(alike)} attempt(s) without progress (retry.{kind}: {budget})"
     return None
 

@@ -2,6 +2,8 @@
 
 start_agents --> one srun for all nodes --(it ends too early)--> one srun a node: its exit code names the bad node
 poll         --> scontrol show job, slurmd of lost nodes --> SchedulerReport
+
+main.py makes it, loop.py calls it.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ QUICK_SECONDS = 10.0
 """How long a question may take whose answer is useful and not needed."""
 
 STEP_NUMBERS = 4
-"""How many starts of a job in a row number their steps differently."""
+"""How many starts of a job in a row number their steps differently: no minute has more, and a number costs an srun."""
 
 PER_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK")
 """Variables of a job that srun takes for options: an agent needs the resources of all ranks of its node."""

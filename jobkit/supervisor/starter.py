@@ -1,6 +1,8 @@
 """Which nodes have the next attempt, how their agents become ready, and what each agent is told to start.
 
 Placement (names) --> allocation.start_agents --> Hello, Ready --> StartRanks(ranks of the node)
+
+loop.py calls it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The words of a verification: the interruptions, the first difference, and its usual cause."""
+"""The words of a verification: the interruptions, the first difference, and its usual cause. runs.py prints them."""
 
 from __future__ import annotations
 

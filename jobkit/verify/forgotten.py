@@ -5,7 +5,7 @@
 A finding is an object with a state, a generator or a tensor that the training changed, that is the same in two straight
 runs and another after the interruptions: it is lost, although perhaps nothing of what is compared depends on it, as on
 an average of the weights. A hint is a plain value: most are counters and bars. Where something that is compared
-differs, what differs before it is its name.
+differs, what differs before it is its name. runs.py calls it.
 """
 
 from __future__ import annotations

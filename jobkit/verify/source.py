@@ -1,4 +1,7 @@
-"""Where the user's code assigns, tracks or logs something: `train.py:41`. It is read, never run."""
+"""Where the user's code assigns, tracks or logs something: `train.py:41`. It is read, never run.
+
+forgotten.py and runs.py call it.
+"""
 
 from __future__ import annotations
 

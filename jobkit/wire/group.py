@@ -2,9 +2,10 @@
 
     checkpoint/, parallel/, loop/ --small values, bytes--> RankGroup --gloo--> the other ranks
 
-Every method is collective: all ranks of the group call it, in the same order. An agreement never waits for a GPU, and
-never meets the training's collectives. The group's own methods are called, not those of torch.distributed: it outlives
-a program that takes torch's process groups apart before ctx.finish, as accelerate's end_training does.
+Every method but `send` and `receive` is collective: all ranks of the group call it, in the same order. An agreement
+never waits for a GPU, and never meets the training's collectives. The group's own methods are called, not those of
+torch.distributed: it outlives a program that takes torch's process groups apart before ctx.finish, as accelerate's
+end_training does.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
       Welcome ---->
                <--- NotReady(why)               before each import; each second while it looks for free devices
                <--- Ready(port)                 imports are done, or the last ranks and all they started are gone
-      StartRanks(attempt, ranks) ---->               forks the ranks
+      StartRanks(attempt, ranks) ---->         forks the ranks
                <--- RankExited(rank, code), Signalled(signal), Silent(rank)
       Ack(serial) ---->                         a message without Ack is said again after a new Hello
       Signal(name, ranks) ---->

@@ -3,7 +3,7 @@
     program() --result or exception--> end_of() --> ends/<attempt>/<rank>.json + exit code --> supervisor
 
 A rank that is killed leaves no RankReport, nor does a program that took the rank's place (`command:`): there the exit
-code of the process says it.
+code of the process says it. task.py, script.py and __main__.py record by it.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@
 
 No supervisor is there, so that rank 0 writes the journal, and a thread of it reads the requests of commands. Where rank
 0 is killed, the next attempt closes this one. All ranks get the variables of torchrun, whichever program started them.
+script.py and __main__.py call it.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
     environment --find_launch--> Launch(launcher, Topology, rendezvous)
 
 One row of LAUNCHERS for each launcher. A rank of jobkit's own agent has the variables of RANK_FAMILY.
+foreign_attempt.py and script.py call it.
 """
 
 from __future__ import annotations

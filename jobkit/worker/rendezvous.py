@@ -2,7 +2,8 @@
 
     agent: Reservation() --Ready(port)--> supervisor --StartRanks(master_port)--> agents --environment--> ranks
 
-Here are ports and variables only; torch's process group is formed by the rank.
+Here are ports and variables only; torch's process group is formed by the rank. agent.py calls it, and
+foreign_attempt.py for a launcher's ranks.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 snapshot runs/<run>/code --first on sys.path--> this rank
                          --PYTHONPATH--> the Pythons that it starts, and those of a `command:` (startup/)
+
+task.py, command.py and the agent's preload call it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """The program of one rank: the function of the YAML's `task:`, or the program of its `command:`.
 
 Worker() -> run_rank -> join -> Context -> load_task("mytask:train")(ctx) -> finish -> RankReport (ending.py)
+
+main.py calls it, and __main__.py under a foreign launcher.
 """
 
 from __future__ import annotations
