@@ -14,6 +14,9 @@ FILE = os.path.abspath(__file__)
 ROOT = os.path.dirname(os.path.dirname(FILE))
 """The folder that this jobkit is imported from."""
 
+MOVED = {"jobkit.worker.agent": "jobkit.agent.agent", "jobkit.supervisor.gpus": "jobkit.agent.gpus"}
+"""Modules by the names of the edition before: its processes may live while jobkit is replaced under them."""
+
 COPY = "JOBKIT_COPY_"
 """Variables that begin so hold `NAME=VALUE` each, for a NAME that shells on the way drop (config/machine.py)."""
 
@@ -48,7 +51,7 @@ def _run(module: str, *arguments: str) -> object:
     from importlib import import_module
 
     del sys.argv[1]
-    return import_module(module).main(list(arguments))
+    return import_module(MOVED.get(module, module)).main(list(arguments))
 
 
 if __name__ == "__main__":
