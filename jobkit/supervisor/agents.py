@@ -76,8 +76,8 @@ News = Message | Lost
 
 
 @dataclass(eq=False)
-class Agent:
-    """One agent, and its last words."""
+class NodeAgent:
+    """The agent of a node as the supervisor sees it: its connection and its last words."""
 
     node: str
     process: str
@@ -111,7 +111,7 @@ class Connection:
         self.socket = sock
         self.lines = Lines()
         self.bytes = 0
-        self.agent: Agent | None = None
+        self.agent: NodeAgent | None = None
 
 
 class Agents:
@@ -125,7 +125,7 @@ class Agents:
 
     def __init__(self, run: RunDir, job_id: str, *, writer: str, host: str, restart: int = 0) -> None:
         self.job_id, self.restart = job_id, restart
-        self.by_node: dict[str, Agent] = {}
+        self.by_node: dict[str, NodeAgent] = {}
         self._selector = selectors.DefaultSelector()
         self._waker, self._woken = socket.socketpair()
         for end in (self._waker, self._woken):
@@ -139,7 +139,7 @@ class Agents:
         self._connections: list[Connection] = []
         self._given_up: set[tuple[str, str]] = set()
         """(node, process) of agents that may live, and are turned away."""
-        self._news: list[tuple[Agent, News]] = []
+        self._news: list[tuple[NodeAgent, News]] = []
         contact = Contact(
             addresses=[host] if host else own_addresses(nodes=0),
             port=self._listener.getsockname()[1],
@@ -155,7 +155,7 @@ class Agents:
         except OSError:  # many calls wait already, or the supervisor ends
             return
 
-    def wait(self, seconds: float) -> list[tuple[Agent, News]]:
+    def wait(self, seconds: float) -> list[tuple[NodeAgent, News]]:
         """Return the news that arrive within some seconds, as soon as there are any."""
         closed = [agent.closed_at for agent in self.by_node.values() if agent.connection is None]
         if closed:
@@ -175,7 +175,7 @@ class Agents:
         news, self._news = self._news, []
         return news
 
-    def send(self, agent: Agent, message: Message) -> None:
+    def send(self, agent: NodeAgent, message: Message) -> None:
         """Send a message; an agent without a connection gets none: its Hello says in which state it comes back."""
         if isinstance(message, StartRanks):
             agent.port, agent.is_signalled, agent.pressed = None, False, 0
@@ -192,7 +192,7 @@ class Agents:
     def expect(self, node: str) -> None:
         """Count a node's agent as lost if it does not call within ADOPTION_SECONDS: it belongs to an open attempt."""
         closed_at = time.monotonic() + ADOPTION_SECONDS - CALL_AGAIN_SECONDS
-        self.by_node.setdefault(node, Agent(node, process="", closed_at=closed_at))
+        self.by_node.setdefault(node, NodeAgent(node, process="", closed_at=closed_at))
 
     def lose(self, node: str) -> None:
         """Give an agent up at once, as one whose process is known to be dead or whose ranks do not end."""
@@ -285,7 +285,7 @@ class Agents:
             self._lose(agent, "gone")  # another process of its node has taken its place
             agent = None
         if agent is None or not agent.process:
-            agent = self.by_node[message.node] = Agent(message.node, message.process)
+            agent = self.by_node[message.node] = NodeAgent(message.node, message.process)
         elif agent.connection is not None:
             self._drop(agent.connection)
         agent.connection, connection.agent = connection, agent
@@ -340,7 +340,7 @@ class Agents:
                 elif now - agent.closed_at >= CALL_AGAIN_SECONDS:
                     self._lose(agent, "gone")
 
-    def _lose(self, agent: Agent, why: Literal["gone", "step"]) -> None:
+    def _lose(self, agent: NodeAgent, why: Literal["gone", "step"]) -> None:
         if self.by_node.get(agent.node) is agent:
             del self.by_node[agent.node]
         connection, agent.connection = agent.connection, None

@@ -2,8 +2,8 @@
 
     Facts + ends/<attempt>/ --diagnose--> Verdict --decide--> Decision --> AttemptEnded, Finished | Cancelled | ...
 
-attempt.py calls `end_attempt` with the begin lock and the lease held: for a supervisor, for the next begin of an
-attempt that nobody closed, and for an agent that rescues.
+attempt.py calls `end_attempt` with the begin lock and the lease held: in `close` for a supervisor, in `take_over` for an
+attempt that nobody closed, in `rescue` for an agent without a supervisor.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def facts_of_rescue(this_job: ThisJob, dead_node: str | None) -> Facts:
 
 
 def facts_of_lost(run: RunDir, attempt: Attempt, this_job: ThisJob, lease: Lease | None) -> Facts:
-    """Return what the next begin knows of an attempt whose supervisor died with its job, or had no time.
+    """Return what `take_over` knows of an attempt whose supervisor died with its job, or had no time.
 
     `lease` is the one of that supervisor.
     """

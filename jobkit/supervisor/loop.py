@@ -23,7 +23,7 @@ from jobkit.run.records import AttemptBegan, Cause, Request
 from jobkit.run.status import State
 from jobkit.supervisor import attempt as attempts
 from jobkit.supervisor import notify
-from jobkit.supervisor.agents import Agent, Agents, Lost, News
+from jobkit.supervisor.agents import NodeAgent, Agents, Lost, News
 from jobkit.supervisor.allocation import MARGIN_SECONDS, Allocation, SchedulerReport, margin_of
 from jobkit.supervisor.attempt import EXIT_RUN_FAILED
 from jobkit.supervisor.closing import REQUESTS, Unsaved, request_of
@@ -190,7 +190,7 @@ class Supervisor:
             if (agent := self.agents.by_node.get(node)) is not None:
                 self.agents.send(agent, message)
             else:  # it went while the attempt waited for the disk
-                running.note(Agent(node, process=""), Lost("gone"), time.monotonic())
+                running.note(NodeAgent(node, process=""), Lost("gone"), time.monotonic())
         if problem is not None:
             running.cannot_start(problem)
         self._obey(running, stop)  # without ranks no turn follows: the reason to stop is the attempt's cause
@@ -286,7 +286,7 @@ class Supervisor:
         if (stop := stop or self._reason()) is not None:
             running.ask(stop.cause, stop.words, time.monotonic(), end=stop.end, margin=stop.margin)
 
-    def _take(self, agent: Agent, news: News) -> None:
+    def _take(self, agent: NodeAgent, news: News) -> None:
         if isinstance(news, Hello) and news.alive and self.held_lease.adopted is not None:
             self.held_lease.run.failed_starts.unlink(missing_ok=True)  # to job.sh they are as good as a beginning
         if isinstance(news, Signalled):

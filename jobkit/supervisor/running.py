@@ -15,7 +15,7 @@ from enum import IntEnum
 
 from jobkit.errors import EXIT_RESUMABLE
 from jobkit.run.records import Cause
-from jobkit.supervisor.agents import Agent, Lost, News
+from jobkit.supervisor.agents import NodeAgent, Lost, News
 from jobkit.supervisor.allocation import MARGIN_SECONDS, LaunchFailure
 from jobkit.supervisor.diagnosis import OF_A_STOP, Facts, FailedSetup, LostNode
 from jobkit.wire.messages import Hello, NotStarted, RankExited, Signalled, Silent
@@ -88,7 +88,7 @@ class Running:
         if Pressure.KILL in self._from:
             self._from |= {Pressure.KILL: until, Pressure.GIVE_UP: until + END_SECONDS}
 
-    def note(self, agent: Agent, news: News, now: float) -> None:
+    def note(self, agent: NodeAgent, news: News, now: float) -> None:
         """Take in an agent's message, or its loss."""
         match news:
             case RankExited() if news.attempt == self.attempt and news.rank in self.alive:
@@ -128,7 +128,7 @@ class Running:
         if kept and not self.facts.lost_nodes:
             self.facts.stop_reason = self.facts.stop_reason or ("killed", f"the agent on {', '.join(kept)} was killed")
 
-    def _exited(self, agent: Agent, exited: RankExited, now: float) -> None:
+    def _exited(self, agent: NodeAgent, exited: RankExited, now: float) -> None:
         node = self.alive.pop(exited.rank)
         self.facts.exits.append((exited, node))
         self._arrived.append(now)
@@ -147,7 +147,7 @@ class Running:
         says_why = exited.code < 0 or (not is_silent and exited.step > 0 and not self._has_several_nodes)
         self._kill(now if says_why else now + REPORT_SECONDS)
 
-    def _lost(self, agent: Agent, lost: Lost) -> None:
+    def _lost(self, agent: NodeAgent, lost: Lost) -> None:
         self._drop(agent.node)
         if lost.why == "step":
             self.facts.stop_reason = self.facts.stop_reason or ("killed", "the agents of all nodes were killed at once")
@@ -155,7 +155,7 @@ class Running:
             at = sum(arrived <= agent.closed_at for arrived in self._arrived)
             self.facts.lost_nodes.append(LostNode(node=agent.node, why="the connection to its agent is lost", at=at))
 
-    def _cannot_start(self, agent: Agent, error: str, now: float) -> None:
+    def _cannot_start(self, agent: NodeAgent, error: str, now: float) -> None:
         self.facts.launch_error = self.facts.launch_error or f"{agent.node}: {error}"
         self._drop(agent.node)
         self._kill(now)

@@ -1,7 +1,7 @@
 """A Slurm job as an allocation: its nodes, the srun that starts their agents, Slurm's word, and the way back.
 
 start_agents --> one srun for all nodes --(it ends too early)--> one srun a node: its exit code names the bad node
-poll         --> scontrol show job, slurmd of lost nodes --> SchedulerReport
+poll         --> scontrol show job, slurmd of lost nodes --> SchedulerReport, with the cause of a stop (slurm/jobs.py)
 
 main.py makes it, loop.py calls it.
 """

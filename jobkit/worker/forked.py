@@ -1,6 +1,7 @@
 """A process that the agent has forked becomes a rank, and ends as a program of its own would end.
 
-    agent --fork--> become_rank() -> run_rank_program() -> Submitit's process_job -> Worker() -> ... -> end()
+    agent --fork--> become_rank() -> run_rank_program() -> Submitit's process_job -> Worker()
+        -> task.py -> ending.py: RankReport, exit code -> end()
 
 `jobkit/start.py jobkit.worker.forked RUNDIR` runs the same in a new Python, where a fork would be no good.
 """

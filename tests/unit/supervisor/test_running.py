@@ -13,13 +13,13 @@ from jobkit.config.schema import Config, Resources
 from jobkit.run.journal import Journal
 from jobkit.run.records import AttemptBegan, AttemptEnded, Request
 from jobkit.run.rundir import RunDir
-from jobkit.supervisor.agents import Agent, Lost, News
+from jobkit.supervisor.agents import NodeAgent, Lost, News
 from jobkit.supervisor.lease import HeldLease, ThisJob
 from jobkit.supervisor.loop import Supervisor
 from jobkit.supervisor.running import END_SECONDS, REPORT_SECONDS, STACKS_SECONDS, Pressure, Running
 from jobkit.wire.messages import Hello, NotStarted, RankExited, Signalled, Silent
 
-NODES = {node: Agent(node, process="a") for node in ("n1", "n2", "n3")}
+NODES = {node: NodeAgent(node, process="a") for node in ("n1", "n2", "n3")}
 
 
 def running(reported: frozenset[int] = frozenset()) -> Running:
@@ -102,7 +102,7 @@ def test_a_rank_that_stops_unasked_takes_the_others_with_it() -> None:
 
 def test_a_node_that_goes_before_its_consequences_arrive_comes_first() -> None:
     ranks = running()
-    agent = Agent("n2", process="a", closed_at=100.0)
+    agent = NodeAgent("n2", process="a", closed_at=100.0)
     ranks.note(NODES["n1"], exited(0, 1), now=100.5)
     ranks.note(agent, Lost("gone"), now=101.0)
     ((lost,), (first, *_)) = ranks.facts.lost_nodes, ranks.facts.exits
