@@ -1,6 +1,6 @@
 """jobkit list: the runs, the latest first, as a table: how they stand, what differs, their results.
 
-    Row (rows.py) --choose--> keys --as_lines--> lines of a terminal
+    View (run/view.py: its state) --> Row (rows.py) --choose--> keys --as_lines--> lines of a terminal
 
 No markup is read in any text: a metric may be called `acc[/top5]`.
 """

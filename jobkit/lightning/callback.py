@@ -1,7 +1,7 @@
 """JobkitCallback: checkpoints, stops and curves of a Trainer's run.
 
     Trainer.fit --fetches a batch--> _between --> ctx.boundary(step) --_save--> trainer.save_checkpoint
-                                                                     --tracked--> TrainerState (state.py)
+                                                                     --tracked--> UnsavedState (unsaved.py)
 
 A boundary comes before a batch is fetched: there Lightning's loops have nothing half done, validations included.
 """
@@ -16,7 +16,7 @@ from jobkit.errors import UsageError
 from jobkit.lightning.loader import ResumableLoader
 from jobkit.lightning.logger import JobkitLogger
 from jobkit.lightning.package import environments, lightning
-from jobkit.lightning.state import TrainerState
+from jobkit.lightning.unsaved import UnsavedState
 from jobkit.log import log
 from jobkit.loop.context import Context
 
@@ -45,7 +45,7 @@ class JobkitCallback(lightning.Callback):  # type: ignore[misc]
         # Before Lightning waits for ranks that nobody starts.
         environments.LightningEnvironment.validate_settings = lambda _, **sizes: self._check_size(**sizes)
         self._trainer: Any = None
-        self._state: TrainerState | None = None
+        self._state: UnsavedState | None = None
         self._total: int | None = None
         self._step: int | None = None
         """Of the last boundary."""
@@ -117,7 +117,7 @@ class JobkitCallback(lightning.Callback):  # type: ignore[misc]
                 "a checkpoint of its own, as LearningRateFinder, is for a script without jobkit"
             )
         loop = self.ctx._loop
-        self._state = TrainerState(trainer, with_weights=loop.drill is not None)
+        self._state = UnsavedState(trainer, with_weights=loop.drill is not None)
         self.ctx.track(per_rank={"lightning": self._state})
         if self._state.saved is not None:
             trainer.fit_loop.epoch_loop.restarting = False

@@ -1,7 +1,7 @@
 """The loop's saves: when it is time (by checkpoint_interval.py), the best metric, and the outcome of a save.
 
-loop --due?--> SaveSchedule --copy_to_host, write, snapshot--> Checkpointer (checkpoint/)
-                           <--outcomes-- costs, warnings
+checkpoint.every --> SaveSchedule --due--> loop.py, in the agreement --write--> Checkpointer --> shard.py, store.py
+                                 <--outcomes-- costs, warnings
 
 loop.py and epochs.py ask it.
 """

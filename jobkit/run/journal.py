@@ -2,9 +2,9 @@
 
     append(event) --> events.jsonl (durable) --> fold --> Status, and status.json for those that read many runs
 
-The writer is the process with the lease (`writer`), or a submission under the run's lock (`writer=None`) while no job
-lives. Every append reads the lease first: an attempt that lost it writes nothing more. Supervisor, agent, `cancel`,
-`rewind` and the submission append.
+The writer is the process with the lease (`writer`): a supervisor, an agent that rescues, rank 0 under another launcher.
+While no job lives it is a command under the run's lock (`writer=None`): the submission, `cancel`, `rewind`. Every
+append reads the lease first: an attempt that lost it writes nothing more.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ submitted ---> queued --attempt began--> running --attempt ended--> queued | run
                                          any --cancelled--> cancelled          running --finished--> finished
                                          any --rewound--> interrupted
 
-journal.py folds; every command and the supervisor read.
+journal.py folds; every command and the supervisor read. `lost` is not here: view.py concludes it.
 """
 
 from __future__ import annotations

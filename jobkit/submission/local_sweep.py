@@ -45,7 +45,7 @@ def submit(
     detach: bool,
     as_json: bool,
 ) -> int:
-    """Run what is to be started of a sweep, `most` at a time; returns the exit code of the worst.
+    """Run what is to be started of a sweep, `max_running` at a time; returns the exit code of the worst.
 
     With `detach` a process of its own does it, and writes `X.sweep.log` beside the sweep's file.
     """

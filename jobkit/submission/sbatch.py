@@ -57,7 +57,7 @@ class SlurmExecutor(submitit_slurm.SlurmExecutor):  # type: ignore[misc]
         return 1  # Submitit's own is negative without srun: the script is shown on any machine
 
     def script(self, tasks: Mapping[int, RunDir] | None = None, max_running: int | None = None) -> str:
-        """The batch script, as sbatch gets it; with `tasks` that of a job array, of which `most` run at once."""
+        """The batch script, as sbatch gets it; with `tasks` that of a job array, of which `max_running` run at once."""
         run = self.plan.run
         additional = {**self.parameters.get("additional_parameters", {}), "output": str(run.job_log)}
         if tasks is not None:  # job.sh knows the log of a task, and Slurm cannot

@@ -168,7 +168,7 @@ def submit(
 
     Args:
         folder: the code that goes into the snapshot, the same for all runs
-        most: how many runs train at once; several arrays share it
+        max_running: how many runs train at once; several arrays share it
         prepare: called with the plan of each run that starts, as in `transaction.submit`
     """
     sweep.write()

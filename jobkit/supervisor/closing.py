@@ -2,8 +2,8 @@
 
     Facts + ends/<attempt>/ --diagnose--> Verdict --decide--> Decision --> AttemptEnded, Finished | Cancelled | ...
 
-attempt.py calls `end_attempt` with the begin lock and the lease held: in `close` for a supervisor, in `take_over` for an
-attempt that nobody closed, in `rescue` for an agent without a supervisor.
+attempt.py calls `end_attempt` with the begin lock and the lease held: in `close` for a supervisor, in `take_over` for
+an attempt that nobody closed, in `rescue` for an agent without a supervisor.
 """
 
 from __future__ import annotations

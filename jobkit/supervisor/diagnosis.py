@@ -64,7 +64,7 @@ class FailedSetup:
 
 @dataclass(kw_only=True)
 class Facts:
-    """The facts that the supervisor saw of the end of an attempt; running.py fills it in while the ranks live."""
+    """The facts that the supervisor saw of the end of an attempt; running.py and loop.py fill it in."""
 
     exits: list[tuple[RankExited, str]] = field(default_factory=list)
     """Ranks that ended, in order of arrival, each with the name of its node."""

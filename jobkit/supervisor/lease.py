@@ -1,4 +1,4 @@
-"""The job for which a process acts (ThisJob), and the right to write that `take_over` gives it (HeldLease).
+"""The job for which a process acts (ThisJob), and its right to write (HeldLease), which `take_over` in attempt.py gives.
 
 Supervisor, agent and worker/foreign_attempt.py act by it.
 """

@@ -23,7 +23,7 @@ from jobkit.run.records import AttemptBegan, Cause, Request
 from jobkit.run.status import State
 from jobkit.supervisor import attempt as attempts
 from jobkit.supervisor import notify
-from jobkit.supervisor.agents import NodeAgent, Agents, Lost, News
+from jobkit.supervisor.agents import Agents, Lost, News, NodeAgent
 from jobkit.supervisor.allocation import MARGIN_SECONDS, Allocation, SchedulerReport, margin_of
 from jobkit.supervisor.attempt import EXIT_RUN_FAILED
 from jobkit.supervisor.closing import REQUESTS, Unsaved, request_of

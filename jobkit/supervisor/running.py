@@ -15,7 +15,7 @@ from enum import IntEnum
 
 from jobkit.errors import EXIT_RESUMABLE
 from jobkit.run.records import Cause
-from jobkit.supervisor.agents import NodeAgent, Lost, News
+from jobkit.supervisor.agents import Lost, News, NodeAgent
 from jobkit.supervisor.allocation import MARGIN_SECONDS, LaunchFailure
 from jobkit.supervisor.diagnosis import OF_A_STOP, Facts, FailedSetup, LostNode
 from jobkit.wire.messages import Hello, NotStarted, RankExited, Signalled, Silent

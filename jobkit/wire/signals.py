@@ -3,6 +3,8 @@ A handler of the user's own is called after it.
 
 Slurm, a person --SIGTERM, SIGUSR2--> agent --page.ask_to_stop()--> its ranks
                                       rank  --page.ask_to_stop()--> itself
+
+At the next agreement the loop saves and raises Stopped (loop/loop.py); worker/ending.py makes it exit code 75.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """How a rank ended: one recorder for all ways to run, which writes the rank's RankReport as its last act.
 
     program() --result or exception--> end_of() --> ends/<attempt>/<rank>.json + exit code --> supervisor
+                Stopped, of the loop                                             75
 
 A rank that is killed leaves no RankReport, nor does a program that took the rank's place (`command:`): there the exit
 code of the process says it. task.py, script.py and __main__.py record by it.

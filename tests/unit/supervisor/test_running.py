@@ -13,7 +13,7 @@ from jobkit.config.schema import Config, Resources
 from jobkit.run.journal import Journal
 from jobkit.run.records import AttemptBegan, AttemptEnded, Request
 from jobkit.run.rundir import RunDir
-from jobkit.supervisor.agents import NodeAgent, Lost, News
+from jobkit.supervisor.agents import Lost, News, NodeAgent
 from jobkit.supervisor.lease import HeldLease, ThisJob
 from jobkit.supervisor.loop import Supervisor
 from jobkit.supervisor.running import END_SECONDS, REPORT_SECONDS, STACKS_SECONDS, Pressure, Running

@@ -21,7 +21,7 @@ SHOWN = ("_progress_bar_metrics", "_logged_metrics", "_callback_metrics", "_curr
 RESULT = ("value", "cumulated_batch_size", "has_reset", "_forward_cache", "_computed", "_update_count")
 
 
-class TrainerState:
+class UnsavedState:
     """One rank's state, as ctx.track takes it."""
 
     def __init__(self, trainer: Any, *, with_weights: bool) -> None:
