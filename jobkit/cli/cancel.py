@@ -2,7 +2,7 @@
 
     its job waits in Slurm's queue    scancel, wait until it is gone, journal `cancelled` under the run's lock
     its job is gone                   journal `cancelled` under the lock
-    its job runs                      a Request in its directory: supervisor/loop.py, then agent/children.py, stops ranks
+    its job runs                      a Request: supervisor/loop.py reads it, agent/children.py stops the ranks
     its setup lines run               the same Request, then scancel, or a signal to them
     a sweep's loop runs here          a file beside the loop's lock: the loop starts nothing more
 

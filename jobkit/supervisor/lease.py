@@ -1,4 +1,4 @@
-"""The job for which a process acts (ThisJob), and its right to write (HeldLease), which `take_over` in attempt.py gives.
+"""The job for which a process acts (ThisJob), and its right to write (HeldLease), which attempt.py gives.
 
 Supervisor, agent and worker/foreign_attempt.py act by it.
 """
