@@ -32,7 +32,7 @@ from jobkit.wire.messages import RankPlace
 LOOK_SECONDS = 0.5
 """Between two looks of a run that waits."""
 
-ANSWER_SECONDS = 2.0
+HEALTH_SECONDS = 2.0
 """The time that NVIDIA's driver gets after a failure: the report about the rank waits for it."""
 
 KILL_SECONDS = 0.5
@@ -215,7 +215,7 @@ class HealthWatch:
     def pid(self) -> int:
         return self._process.pid
 
-    def ask(self, seconds: float = ANSWER_SECONDS) -> Word | None:
+    def ask(self, seconds: float = HEALTH_SECONDS) -> Word | None:
         """Return the driver's word, once; None if it gives none in time."""
         try:
             answer, _ = self._process.communicate(b"\n", timeout=seconds)

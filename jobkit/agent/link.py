@@ -21,7 +21,7 @@ from jobkit.wire.messages import Ack, Hello, Leave, Lines, Message, RankExited, 
 CONNECT_SECONDS = 2.0
 """Not longer: a firewall that drops packets never answers, and the next address may."""
 
-ANSWER_SECONDS = 10.0
+WELCOME_SECONDS = 10.0
 """The time that a supervisor gets to say Welcome, or to read a message; then the connection is given up."""
 
 
@@ -72,7 +72,7 @@ class Link:
             except OSError:
                 continue
             self._socket, self._lines = connection, Lines()
-            connection.settimeout(ANSWER_SECONDS)
+            connection.settimeout(WELCOME_SECONDS)
             notice_death(connection)
             self.tell(replace(hello, secret=contact.secret))
             answer = self._answer()

@@ -43,7 +43,7 @@ class Manifest:
     entries: list[str] = field(default_factory=list)
     """Names of the tracked objects."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """For the spine: the boundary, the place in the curves."""
+    """For the loop: the boundary, the place in the curves."""
     pickled: list[str] = field(default_factory=list)
     """Values that had to be pickled: the files are read only if they belong to the user."""
     files: Mapping[str, list[Any]] = field(default_factory=dict)

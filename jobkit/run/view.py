@@ -26,7 +26,7 @@ from jobkit.run.status import UNDER_WAY, State, Status, next_try
 if TYPE_CHECKING:
     from jobkit.slurm.jobs import Job
 
-ANSWER_SECONDS = 10.0
+QUEUE_SECONDS = 10.0
 """How long a controller may take to answer for all runs; the journals are shown without its word then."""
 
 
@@ -190,7 +190,7 @@ def _jobs_of(submissions: Sequence[Submitted]) -> _Jobs:
         return {}
     users = ",".join(sorted({item.user or user_name() for item in submissions}))
     try:
-        index = jobs.by_token(jobs.queue(users, timeout=ANSWER_SECONDS))
+        index = jobs.by_token(jobs.queue(users, timeout=QUEUE_SECONDS))
         # A job that is found says for all runs of its cluster that this is it, wherever its controller has moved to.
         with_jobs = {item.cluster for item in submissions if (item.token, item.task) in index}
         clusters = {item.cluster for item in submissions}

@@ -45,13 +45,13 @@ A slurmctld that is busy, or starts again, needs so long to say why.""" ""
 DISK_SECONDS = 1.0
 """How often requests are read: each look is a request to a file server that all supervisors share."""
 
-ANSWER_SECONDS = 10.0
+LOST_NODE_SECONDS = 10.0
 """How long a decision about lost nodes waits for Slurm's word."""
 
 LONG_PAUSE_SECONDS = 45.0
 """At the start of a pause of 60 s, a part of which is over, the newest snapshot is written to the disk."""
 
-SALVAGE_SECONDS, READY_SECONDS = 300.0, 5.0
+SALVAGE_SECONDS, SALVAGE_AGENTS_SECONDS = 300.0, 5.0
 """How long that may take where nothing stops the job: 100 GB to a slow disk. And how long it waits for agents, which
 have to see the end of all that the last ranks have started."""
 
@@ -240,7 +240,7 @@ class Supervisor:
         attempt = self.held_lease.journal.status.attempt
         if step is None or attempt is None or (stop is not None and stop.end <= time.monotonic()):
             return
-        until, by_node = time.monotonic() + READY_SECONDS, self.agents.by_node
+        until, by_node = time.monotonic() + SALVAGE_AGENTS_SECONDS, self.agents.by_node
         while not (by_node and all(agent.is_ready for agent in by_node.values())) and time.monotonic() < until:
             self._turn(until)
         nodes = [node for node in self.starter.names if node in by_node and by_node[node].is_ready]
@@ -381,7 +381,7 @@ class Supervisor:
             or (facts.stop_reason is not None and facts.stop_reason[0] == "killed")
         ):
             # The other node of a setup line comes by Slurm alone, and no rank waits meanwhile.
-            self._wait_for_word(self._unclear_since, math.inf if facts.failed_setup else ANSWER_SECONDS)
+            self._wait_for_word(self._unclear_since, math.inf if facts.failed_setup else LOST_NODE_SECONDS)
             if self.report.asked_at >= self._unclear_since:  # else silence, which is no answer
                 running.keep_nodes({lost.node for lost in facts.lost_nodes} - self.report.down - self.starter.lost)
         self.starter.lost |= {lost.node for lost in facts.lost_nodes}
