@@ -1,6 +1,7 @@
 """python -m jobkit.submit EXP.yaml: load, plan, check, start once, follow. `jobkit submit` is the same program.
 
     words --config/load.py--> Loaded --submission/plan.py--> LaunchPlan --submission/transaction.py--> exit code
+    --sweep --config/points.py--> points --submission/sweep.py--> a plan each, one job array
 
 Nothing heavy is imported before it is needed: `--help` takes a tenth of a second, a submission little more than sbatch.
 """

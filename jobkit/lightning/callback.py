@@ -2,6 +2,7 @@
 
     Trainer.fit --fetches a batch--> _between --> ctx.boundary(step) --_save--> trainer.save_checkpoint
                                                                      --tracked--> UnsavedState (unsaved.py)
+    Trainer.fit <--ckpt_path=job.checkpoint-- lightning.ckpt of the newest checkpoint
 
 A boundary comes before a batch is fetched: there Lightning's loops have nothing half done, validations included.
 """

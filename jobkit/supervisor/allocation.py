@@ -174,8 +174,8 @@ class Allocation:
         """Ask the scheduler, in a thread; None if it does not answer."""
         return SchedulerReport(asked_at=time.monotonic())
 
-    def room(self, held_lease: HeldLease, report: SchedulerReport, placement: Placement) -> RestartOptions:
-        """Return the room that the job has after an attempt."""
+    def restart_options(self, held_lease: HeldLease, report: SchedulerReport, placement: Placement) -> RestartOptions:
+        """Return how the run can go on after an attempt."""
         return RestartOptions(in_place=lambda without: True)
 
     def again(self, held_lease: HeldLease, decision: Decision, lost: Collection[str]) -> None:

@@ -144,7 +144,7 @@ def unsaved_step(held_lease: HeldLease, facts: Facts | None = None) -> int | Non
     return newest if newest > (-1 if durable is None else durable) else None
 
 
-def close(held_lease: HeldLease, facts: Facts, room: RestartOptions, *, is_saved: bool = True) -> Decision:
+def close(held_lease: HeldLease, facts: Facts, options: RestartOptions, *, is_saved: bool = True) -> Decision:
     """Journal the end of the open attempt, and return the next step. Harmless to call twice. Raises LostLease.
 
     A full disk does not raise: the events wait in `held_lease.journal`, whose `flush` is to be tried again. With
@@ -153,7 +153,7 @@ def close(held_lease: HeldLease, facts: Facts, room: RestartOptions, *, is_saved
     with held_lease.run.begin_lock():
         held_lease.check_lease()
         held_lease.journal.refresh()
-        return end_attempt(held_lease, facts, room, is_saved=is_saved or unsaved_step(held_lease, facts) is None)
+        return end_attempt(held_lease, facts, options, is_saved=is_saved or unsaved_step(held_lease, facts) is None)
 
 
 def rescue(run: RunDir, this_job: ThisJob, writer: str, dead_node: str | None = None) -> HeldLease | None:

@@ -50,7 +50,7 @@ class Unsaved(Exception):
     """
 
 
-def end_attempt(held_lease: HeldLease, facts: Facts, room: RestartOptions, *, is_saved: bool = True) -> Decision:
+def end_attempt(held_lease: HeldLease, facts: Facts, options: RestartOptions, *, is_saved: bool = True) -> Decision:
     """Journal the end of the open attempt and return the next step; without one, the decision after the last.
 
     With `is_saved=False` it raises Unsaved instead where no attempt follows in this job.
@@ -89,7 +89,7 @@ def end_attempt(held_lease: HeldLease, facts: Facts, room: RestartOptions, *, is
     )
     is_newest = attempt.submission == status.person_submission
     if is_newest:
-        decision = decide(fold(status, ended).attempts, held_lease.config.retry, room, command=is_command)
+        decision = decide(fold(status, ended).attempts, held_lease.config.retry, options, command=is_command)
     else:
         decision = Decision(action="successor", reason="the run was submitted again")
     if not is_saved and decision.action != "in_place":

@@ -40,7 +40,7 @@ QUIET_SECONDS, UNCLEAR_SECONDS = 30.0, 2.0
 EXPLANATION_SECONDS = 60.0
 """How long after such an event Slurm is asked more often; no attempt begins after an unexplained signal meanwhile.
 
-A slurmctld that is busy, or starts again, needs so long to say why.""" ""
+A slurmctld that is busy, or starts again, needs so long to say why."""
 
 DISK_SECONDS = 1.0
 """How often requests are read: each look is a request to a file server that all supervisors share."""
@@ -386,13 +386,13 @@ class Supervisor:
                 running.keep_nodes({lost.node for lost in facts.lost_nodes} - self.report.down - self.starter.lost)
         self.starter.lost |= {lost.node for lost in facts.lost_nodes}
         facts.slurm_cause = self.report.cause
-        room = self.allocation.room(self.held_lease, self.report, self.starter.placement)
+        options = self.allocation.restart_options(self.held_lease, self.report, self.starter.placement)
         ranks_live = bool(running.alive)
         if not ranks_live:
             self._started_at = math.inf
         decision = self._once_saved(
             # Ranks that live save themselves; Slurm leaves this process no time to wait for them.
-            lambda is_saved: attempts.close(self.held_lease, facts, room, is_saved=is_saved or ranks_live)
+            lambda is_saved: attempts.close(self.held_lease, facts, options, is_saved=is_saved or ranks_live)
         )
         log.info("attempt %d ended: %s (%s)", running.attempt, decision.reason, decision.action)
         ended = self.held_lease.journal.status.attempt

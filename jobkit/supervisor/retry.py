@@ -37,7 +37,8 @@ BUDGETS: Mapping[Cause, str] = {
     "out_of_memory": "crash",
     "hang": "crash",
 }
-"""The key of `retry:` for each cause; any other cause ends the job, and a person decides."""
+"""The key of `retry:` for each cause; any other cause ends the job, and a person decides. Of `crash` only errors of a
+programmer's type count; `retry.patience` ends the rest."""
 
 PAUSES = (0.0, 2.0, 5.0, 15.0, 30.0, 60.0, 120.0, 300.0)
 """Seconds before the next attempt, by the number of tries since progress, for a patience of PATIENCE_SECONDS or more.
@@ -106,7 +107,9 @@ class Decision:
     """The nodes that the run avoids from here on, each until a time in seconds since the epoch."""
 
 
-def decide(attempts: Sequence[Attempt], retry: RetryConfig, room: RestartOptions, *, command: bool = False) -> Decision:
+def decide(
+    attempts: Sequence[Attempt], retry: RetryConfig, options: RestartOptions, *, command: bool = False
+) -> Decision:
     """Return what follows the last of a run's attempts, which has ended.
 
     Counts and clock begin with a submission of a person's. `command` is True for a YAML's `command:`, which reports no
@@ -116,7 +119,7 @@ def decide(attempts: Sequence[Attempt], retry: RetryConfig, room: RestartOptions
     what = f"{last.cause}: {last.error}" if last.error else last.cause
     before = avoided_before(attempts)
     if last.cause == "setup":
-        return _after_failed_setup(tries, what, before, room)
+        return _after_failed_setup(tries, what, before, options)
     if last.cause not in BUDGETS:
         failed = end_of(attempts[-2]) if len(attempts) > 1 and last.last_step is None else None
         pause = f", while it waited after: {failed.reason}" if failed is not None and failed.next_at else ""
@@ -124,24 +127,25 @@ def decide(attempts: Sequence[Attempt], retry: RetryConfig, room: RestartOptions
     if words := _reason_to_fail(tries, retry):
         advice = f": {_ADVICE[last.cause]}" if last.cause in _ADVICE else ""
         return Decision(action="fail", reason=f"{what}; {words}{advice}", avoid=before)
-    avoid = avoided(tries, lambda without: room.spares > 0 and room.in_place(without))
-    stays = last.cause in STAYS or room.requeue == "none"
+    avoid = avoided(tries, lambda without: options.spares > 0 and options.in_place(without))
+    may_requeue = options.requeue != "none"
+    stays = last.cause in STAYS or not may_requeue
     if words := _reason_to_give_up(tries, retry):
         only = tries.only_node
-        if only is None or room.requeue == "none" or not room.elsewhere(frozenset([only])):
+        if only is None or not may_requeue or not options.elsewhere(frozenset([only])):
             reason = f"{words}: {what}"
             waited = max(tries.waited, tries.gave_up_after)
             return Decision(action="stop", reason=reason, gave_up=True, waited=waited, avoid=before)
         avoid, stays = {**avoid, only: last.time + AVOID_SECONDS}, False
         what = f"{words}, one more try on another node: {what}"
-    in_place, avoid = _place(room, avoid, before, stays)
+    in_place, avoid = _place(options, avoid, before, stays)
     new = [node for node in avoid if node not in before]
     is_last_chance = tries.is_silent or (not tries.has_trained and _fails_at_start(last))  # then patience says nothing
     has_patience = last.cause in DEATHS and retry.patience != UNLIMITED and not is_last_chance
     seconds = _pause(tries, retry)
-    gives_back = room.requeue != "none" and tries.paused + seconds > KEEP_SECONDS * _scale(retry) and _is_durable(last)
+    gives_back = may_requeue and tries.paused + seconds > KEEP_SECONDS * _scale(retry) and _is_durable(last)
     return Decision(
-        action="in_place" if in_place and not gives_back else "stop" if room.requeue == "none" else room.requeue,
+        action="in_place" if in_place and not gives_back else "stop" if options.requeue == "none" else options.requeue,
         reason=f"{what}; from now on without {', '.join(new)}" if new else what,
         pause=seconds if in_place else 0.0,
         rotate=in_place and last.evidence is None and not new and is_of_one_node(attempts[-1]),
@@ -153,24 +157,25 @@ def decide(attempts: Sequence[Attempt], retry: RetryConfig, room: RestartOptions
     )
 
 
-def _after_failed_setup(tries: Tries, what: str, before: dict[str, float], room: RestartOptions) -> Decision:
+def _after_failed_setup(tries: Tries, what: str, before: dict[str, float], options: RestartOptions) -> Decision:
     """Return what follows a setup line that failed: one try on another node, where there is one."""
     last, lines = end_of(tries.last), [attempt for attempt in tries.fruitless if end_of(attempt).cause == "setup"]
-    if room.requeue == "none" or last.node is None or len(lines) > 1 or not room.elsewhere(frozenset([last.node])):
+    node = last.node
+    if options.requeue == "none" or node is None or len(lines) > 1 or not options.elsewhere(frozenset([node])):
         return Decision(action="fail", reason=what, avoid=before)
-    avoid = {**before, last.node: last.time + AVOID_SECONDS}
-    return Decision(action=room.requeue, reason=f"{what}; one more try without {last.node}", avoid=avoid)
+    avoid = {**before, node: last.time + AVOID_SECONDS}
+    return Decision(action=options.requeue, reason=f"{what}; one more try without {node}", avoid=avoid)
 
 
 def _place(
-    room: RestartOptions, avoid: dict[str, float], before: dict[str, float], stays: bool
+    options: RestartOptions, avoid: dict[str, float], before: dict[str, float], stays: bool
 ) -> tuple[bool, dict[str, float]]:
     """Return whether the next attempt is in this job, and the nodes to avoid: no new ones if too few would be left."""
-    if stays and room.in_place(frozenset(avoid)):
+    if stays and options.in_place(frozenset(avoid)):
         return True, avoid
-    goes_back = stays and bool(avoid) and room.in_place(frozenset())  # to a node that is to be avoided
+    goes_back = stays and bool(avoid) and options.in_place(frozenset())  # to a node that is to be avoided
     # Slurm is not asked where its answer changes nothing: it may take longer than the job has left.
-    if (goes_back or not avoid.keys() <= before.keys()) and not room.elsewhere(frozenset(avoid)):
+    if (goes_back or not avoid.keys() <= before.keys()) and not options.elsewhere(frozenset(avoid)):
         return goes_back, {node: avoid[node] for node in avoid if node in before}
     return False, avoid
 

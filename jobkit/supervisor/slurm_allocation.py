@@ -269,7 +269,7 @@ class SlurmAllocation(Allocation):
             down=frozenset(down),
         )
 
-    def room(self, held_lease: HeldLease, report: SchedulerReport, placement: Placement) -> RestartOptions:
+    def restart_options(self, held_lease: HeldLease, report: SchedulerReport, placement: Placement) -> RestartOptions:
         # With less time it would be stopped before it has done much.
         has_time = report.ends - time.monotonic() > 1.5 * report.margin
         return RestartOptions(

@@ -62,7 +62,7 @@ def test_an_attempt_begins_in_place_where_time_is_left(allocation: SlurmAllocati
     placement = Placement(allocation.nodes(), (), (), count=lambda usable: usable)
     for seconds, is_enough in ((500.0, True), (100.0, False)):
         look = SchedulerReport(asked_at=0.0, ends=time.monotonic() + seconds, margin=90.0)
-        room = allocation.room(None, look, placement)  # type: ignore[arg-type]
+        room = allocation.restart_options(None, look, placement)  # type: ignore[arg-type]
         assert room.in_place(frozenset()) == is_enough
 
 
