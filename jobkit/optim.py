@@ -66,8 +66,8 @@ class EmaAdamW(torch.optim.AdamW):
                 raise ValueError(f"fused=True: there is no fused AdamW {reason}; fused=None uses it where there is")
             if fused is None and reason:
                 _warn_once(f"no fused AdamW {reason}: using the plain one; the moving average is kept")
-            fused = fused is not False and reason is None
-            group["fused"] = fused or None  # with False, torch would not take its multi-tensor kernels either
+            # With False, torch would not take its multi-tensor kernels either.
+            group["fused"] = True if fused is not False and reason is None else None
         # What torch's own AdamW says to a GradScaler: call step anyway, the kernel looks for infinities itself.
         self._step_supports_amp_scaling = all(group["fused"] for group in self.param_groups)
 

@@ -60,6 +60,27 @@ def test_averages_are_those_of_an_averaged_model_and_the_final_weights(
             assert difference(within[name], average) < 1e-6 and difference(final[name], average) < 1e-6
 
 
+@pytest.mark.parametrize("order", [("real", "complex"), ("complex", "real")])
+def test_each_group_takes_the_kernel_that_it_may(order: tuple[str, str]) -> None:
+    """torch's fused AdamW takes no complex numbers; the group of the others keeps it, in either order."""
+
+    def parameter(kind: str) -> nn.Parameter:
+        dtype = torch.complex64 if kind == "complex" else torch.float32
+        return nn.Parameter(torch.randn(64, dtype=dtype, generator=torch.Generator().manual_seed(5)))
+
+    optimizer = jobkit.optim.EmaAdamW([{"params": [parameter(kind)]} for kind in order], **ADAM)
+    alone = {kind: torch.optim.AdamW([parameter(kind)], **ADAM, fused=kind == "real" or None) for kind in order}
+    for step in range(STEPS):
+        for kind, group in zip(order, optimizer.param_groups, strict=True):
+            for same in (group["params"][0], alone[kind].param_groups[0]["params"][0]):
+                same.grad = same.detach() * math.sin(step + 1)
+            alone[kind].step()
+        optimizer.step()
+    for kind, group in zip(order, optimizer.param_groups, strict=True):
+        assert group["fused"] is (True if kind == "real" else None)
+        assert torch.equal(group["params"][0], alone[kind].param_groups[0]["params"][0])
+
+
 def replicas(ranks: RankGroup, folder: Path) -> tuple[list[float], list[float], list[float]]:
     """Return a rank's own weights between two averages of local SGD, those within ctx.averaged, and those after it."""
     ctx = make_context(folder, ranks, under_ctx.config(comm={"local_sgd": 9}))
