@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, InputError, JobkitError
-from jobkit.run.status import State
 from jobkit.usage import enter_folder, exit_code, program, show_examples, to_continue, to_type
 
 if TYPE_CHECKING:
@@ -210,6 +209,7 @@ def plan_of(loaded: Loaded, runs_dir: Path, place: Target, folder: Path | None =
 def _start(plan: LaunchPlan, code: Path | None, which: Which, options: FollowOptions, fork: Fork | None = None) -> int:
     """Start the run of a plan, and stay with it where that is wanted; returns the exit code."""
     from jobkit.disk import may_return
+    from jobkit.run.status import State
     from jobkit.submission import transaction
     from jobkit.submission.follow import follow, follow_local
     from jobkit.submission.signals import Signals
@@ -327,6 +327,8 @@ def _dry_run(plan: LaunchPlan, fork: Fork | None) -> int:
 
 def _announce(outcome: Outcome) -> None:
     """Print the outcome of the submission, and the next command."""
+    from jobkit.run.status import State
+
     run, before = outcome.run, outcome.before
     if outcome.started:
         step = run.durable_step()
