@@ -1,7 +1,7 @@
 """The supervisor's agents: one TCP port, one connection a node, and the state of each agent.
 
-    agent --Hello, NotReady, Ready, RankExited, Signalled, Silent--> Agents.wait() --> [(agent, message)] --> loop.py
-          <--Welcome, StartRanks, Signal, Ack, Leave------- Agents.send()
+    agent --Hello, NotReady, Ready, RankExited, NotStarted ...--> Agents.wait() --> [(agent, message)] --> loop.py
+          <--Welcome, StartRanks, Signal, Ack, Leave------------- Agents.send()         (wire/messages.py)
 
 supervisor.json (the Contact) says where the port is. loop.py does everything here in its main thread; other threads
 only call `wake`. The other end of a connection is agent/link.py.

@@ -2,8 +2,9 @@
 
     Facts (exits, lost nodes, Slurm's word) + Traces (ends/<attempt>/*.json) --diagnose()--> Verdict --> AttemptEnded
 
-closing.py calls it. Facts count in the order of their arrival, because the clocks of nodes differ. Messages of
-libraries are not read: an error after another rank's death or RankReport (its record of how it ended) is a consequence.
+closing.py calls it; loop.py asks for Slurm's word. Facts count in the order of their arrival, because the clocks of
+nodes differ. Messages of libraries are not read: an error after another rank's death or RankReport (its record of how
+it ended) is a consequence.
 """
 
 from __future__ import annotations
