@@ -44,6 +44,7 @@ def looked(looker: Looker, tracked: nn.Module | None = None, **names: Any) -> di
     found = looker.look(storages, {id(tracked)})
     modules = tuple(f"{name}." for name in sys.modules)  # those of other tests are looked at as well
     found = {name: seen for name, seen in found.items() if not name.startswith(modules)}
+    looker.left_out = {name: nbytes for name, nbytes in looker.left_out.items() if not name.startswith(modules)}
     return {name.replace("names['", "").replace("']", "", 1): seen for name, seen in found.items()}
 
 
